@@ -1,0 +1,315 @@
+"""Every setting of a run: typed dataclasses, one section a component; loaded, overridden, checked and written here.
+
+Defaults < YAML file < `section.key=value` on the command line. `load` reports every unknown key and wrong type at
+once. Rules about values belong to the component they concern: each offers `faults(...)`, gathered by `run/main`.
+This is the only door to omegaconf, which parses and interpolates; the typing is ours, so that no fault hides another.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mdlm_scale.errors import ConfigError, raise_if_any
+
+
+class ScheduleName(StrEnum):
+    loglinear = "loglinear"
+    cosine = "cosine"
+    cosine_squared = "cosine_squared"
+    linear = "linear"
+    geometric = "geometric"
+
+
+class TimeSampling(StrEnum):
+    lattice = "lattice"
+    stratified = "stratified"
+    iid = "iid"
+
+
+class LossWeight(StrEnum):
+    elbo = "elbo"
+    flat = "flat"
+
+
+class LrSchedule(StrEnum):
+    constant = "constant"
+    cosine = "cosine"
+
+
+class Precision(StrEnum):
+    bf16 = "bf16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class Recompute(StrEnum):
+    none = "none"
+    full = "full"
+
+
+class EngineName(StrEnum):
+    plain = "plain"
+
+
+class WandbMode(StrEnum):
+    off = "off"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/unnamed"  # everything the run writes; given again, the run resumes there
+    seed: int = 0  # of the data order, the noise, the dropout and the initial weights
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    name: str = "bytes"  # `bytes`, `text8`, a Hugging Face name, or a folder that holds a Hugging Face tokenizer
+    vocab_size: int | None = None  # what the recipe expects, the mask token included; another size is refused
+    mask_id: int | None = None  # what the recipe expects; by default the tokenizer's own, else a new last id
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str = "python"  # `python` (the documentation inside the standard library) or a text file, one document a line
+    validation: str = "python"  # likewise; `python` keeps a twentieth of its documents for validation
+    length: int = 128  # L, tokens a row
+    prefetch: int = 2  # global batches prepared ahead of the step
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    hidden_size: int = 768  # D
+    num_layers: int = 12  # DiT blocks
+    num_heads: int = 12  # H; the head width D / H must be even, for the rotary embedding
+    cond_size: int = 128  # width of the conditioning vector of adaLN
+    dropout: float = 0.1  # on the outputs of attention and MLP, before their gates
+    time_conditioning: bool = False  # whether the network sees sigma(t); otherwise it sees 0
+
+
+@dataclass(frozen=True)
+class DiffusionConfig:
+    schedule: ScheduleName = ScheduleName.loglinear  # how P(readable) falls from 1 to 0 as t goes from 0 to 1
+    e: float = 1e-3  # P(readable) at t = 1 for loglinear, cosine and cosine_squared; 0 with loglinear is alpha = 1 - t
+    sigma_min: float | None = None  # sigma(0) of linear (1e-3 by default) and geometric (1e-4)
+    sigma_max: float | None = None  # sigma(1) of linear (7 by default) and geometric (20)
+    num_times: int | None = None  # T of the discrete bound; by default continuous time
+    t_min: float = 1e-3  # continuous time is drawn from [t_min, 1]
+    time_sampling: TimeSampling = TimeSampling.lattice  # how the times of a global batch are spread
+    weight: LossWeight = LossWeight.elbo  # of a masked token's cross entropy: the bound's, or 1
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    global_batch_size: int = 512  # N, sequences a step over all ranks; part of the run's meaning
+    micro_batch_size: int = 8  # sequences a rank computes at a time; free to change, also on resume
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 3e-4  # the peak learning rate
+    beta1: float = 0.9  # decay of Adam's mean of gradients
+    beta2: float = 0.999  # decay of Adam's mean of squares
+    eps: float = 1e-8  # added to the root of the mean square
+    weight_decay: float = 0.0  # decoupled, times the learning rate
+    warmup_steps: int = 2500  # lr rises linearly from 0 at step 0
+    schedule: LrSchedule = LrSchedule.constant  # after the warm-up
+    cosine_steps: int | None = None  # for `cosine`: the step at which lr has fallen to a tenth
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    decay: float = 0.9999  # of the averaged weights; smaller in the first updates: min(decay, (1 + n) / (10 + n))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    engine: EngineName = EngineName.plain  # who holds weights, gradients and optimizer; `plain` is one process
+    tp_size: int = 1  # ranks that share each weight matrix
+    recompute: Recompute = Recompute.none  # `full`: blocks keep only their input and run again in the backward pass
+    compile: bool = False  # compile each block with torch.compile
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    num_steps: int = 1_000_000  # steps of the whole run
+    precision: Precision = Precision.bf16  # of weights and matrix products; master weights are at least float32
+    device: str = "auto"  # `auto` is a GPU if there is one; else `cpu`, `cuda`
+    max_minutes: float | None = None  # save and stop with exit code 85 after this long
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: int = 5000  # steps between evaluations on the validation rows; the last step always has one
+    rows: int = 1024  # validation rows used, the first ones; 0 is all
+    seed: int = 1  # of the frozen noise: the same for every step and every run
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 5000  # steps between checkpoints; the last step always has one
+    keep: int = 2  # the newest ones that stay
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    max_skips: int = 0  # steps in a row with a non-finite loss or gradient norm that are skipped before the run stops
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    every: int = 10  # steps between rows of metrics.jsonl
+    wandb: WandbMode = WandbMode.off  # copy the metrics to Weights & Biases
+    project: str = "mdlm_scale"  # Weights & Biases project
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+# What may differ between two attempts at one run. Everything else decides what the run computes.
+FREE_TO_CHANGE = (
+    "run.dir", "data.prefetch", "batch.micro_batch_size", "parallel", "train", "evaluate", "checkpoint", "guard", "logging",
+)  # fmt: skip
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides, and return the typed configuration."""
+    if not Path(path).is_file():
+        raise ConfigError(f"There is no config file '{path}'. The recipes are in configs/, e.g. configs/debug.yaml.")
+    raise_if_any(f"'{o}' is not an override of the form section.key=value." for o in overrides if "=" not in o)
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        tree = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, UnicodeDecodeError, *_yaml_errors()) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return from_tree(tree, str(path))
+
+
+def from_tree(tree: Any, origin: str) -> Config:
+    """Build a `Config` from nested dicts; every unknown key and wrong type is reported at once."""
+    faults: list[str] = []
+    config = _build(Config, tree, "", faults)
+    if faults:
+        raise_if_any(f"{origin}: {fault}" for fault in faults)
+    return config
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """Nested dicts of plain values, as JSON and YAML take them."""
+    return typing.cast(dict[str, Any], _plain(dataclasses.asdict(config)))
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
+
+
+def changes_of_meaning(old: Config, new: Config) -> list[str]:
+    """Keys that make `new` another run than `old`, each with both values."""
+    before, after = _flat(to_tree(old)), _flat(to_tree(new))
+    return [
+        f"{key}: {before[key]} there, {after[key]} now"
+        for key in after
+        if before[key] != after[key] and key not in FREE_TO_CHANGE and key.split(".")[0] not in FREE_TO_CHANGE
+    ]
+
+
+def _build(cls: Any, tree: Any, prefix: str, faults: list[str]) -> Any:
+    """Construct dataclass `cls` from a dict; faults are appended, and a default stands in for what is wrong."""
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        faults.append(f"{prefix.rstrip('.') or 'the file'} must hold `key: value` pairs, not {tree!r}.")
+        return cls()
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        if key not in hints:
+            faults.append(f"{prefix}{key} is not a setting.{_did_you_mean(str(key), prefix)}")
+        elif dataclasses.is_dataclass(hints[key]):
+            values[key] = _build(hints[key], value, f"{prefix}{key}.", faults)
+        else:
+            try:
+                values[key] = _convert(value, hints[key])
+            except ValueError as error:
+                faults.append(f"{prefix}{key}={value!r} must be {error}.")
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """`value` as type `hint`, or a ValueError that names what is expected; 1e6 is an int, '1' and True are not."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    if issubclass(hint, StrEnum):
+        if value is False and "off" in hint.__members__:  # YAML reads a bare `off` as false
+            value = "off"
+        if value not in hint.__members__:
+            raise ValueError("one of " + ", ".join(hint.__members__))
+        return hint(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int and number and float(value).is_integer():
+        return int(value)
+    if hint is float and number:
+        return float(value)
+    if hint in (bool, str) and isinstance(value, hint):
+        return value
+    raise ValueError({int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint])
+
+
+def _did_you_mean(key: str, prefix: str) -> str:
+    """The nearest setting of the same section; else the same key of another section; else the section's keys."""
+    section = typing.get_type_hints(Config)
+    here = list(section if not prefix else typing.get_type_hints(section[prefix.rstrip(".")]))
+    near = difflib.get_close_matches(key, here, n=1)
+    if near:
+        return f" Did you mean {prefix}{near[0]}?"
+    elsewhere = [f"{name}.{key}" for name, cls in section.items() if key in typing.get_type_hints(cls)]
+    if elsewhere:
+        return f" Did you mean {' or '.join(elsewhere)}?"
+    return f" There are: {', '.join(here)}."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    return value.value if isinstance(value, StrEnum) else value
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _yaml_errors() -> tuple[type[Exception], ...]:
+    import yaml  # omegaconf's own parser
+
+    return (yaml.YAMLError,)

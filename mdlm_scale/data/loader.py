@@ -1,0 +1,78 @@
+"""Batches of a step, read, corrupted and cut into this rank's micro-batches ahead of time by one thread.
+
+`at(step)` is a function of the step number alone, so the loader has no state to save: a run resumes by asking for
+another step. The thread only computes earlier what `at` would compute.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+from mdlm_scale.config import BatchConfig, DiffusionConfig
+from mdlm_scale.data.order import sample_ids
+from mdlm_scale.data.source import Source
+from mdlm_scale.diffusion import noise, schedule
+from mdlm_scale.diffusion.corrupt import Batch, corrupted
+from mdlm_scale.errors import DataError
+from mdlm_scale.layout import Layout
+
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass
+class Loader:
+    source: Source
+    layout: Layout
+    batch: BatchConfig
+    diffusion: DiffusionConfig
+    seed: int
+    mask_id: int
+    dropout_sites: int
+    prefetch: int = 2
+    pin_memory: bool = False
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loader"), repr=False)
+    _ahead: dict[int, "Future[list[Batch]]"] = field(default_factory=dict, repr=False)
+
+    def at(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step; the following steps are begun meanwhile."""
+        wanted = range(step, step + self.prefetch + 1)
+        for k in [k for k in self._ahead if k not in wanted]:  # left over after a jump
+            self._ahead.pop(k).cancel()
+        for k in wanted:
+            if k not in self._ahead:
+                self._ahead[k] = self._thread.submit(self.make, k)
+        try:
+            return self._ahead.pop(step).result(TIMEOUT_SECONDS)
+        except FutureTimeout:
+            raise DataError(f"The data of step {step} did not come within {TIMEOUT_SECONDS:.0f} s.") from None
+
+    def make(self, step: int) -> list[Batch]:
+        """The same, computed here and now: noise and sample ids are functions of (seed, step, slot)."""
+        num_slots = self.batch.global_batch_size
+        shape = schedule.from_config(self.diffusion)
+        t_N = noise.times(self.diffusion, self.seed, step, num_slots)
+        batches = []
+        for slots in self.layout.micro_slots(num_slots, self.batch.micro_batch_size):
+            x_BL, is_token_BL = self.source.rows(sample_ids(self.seed, step, slots, num_slots, self.source.num_rows))
+            made = corrupted(
+                x_BL, is_token_BL, t_N[slots.start : slots.stop],
+                config=self.diffusion, schedule=shape, seed=self.seed, step=step, slots=slots,
+                mask_id=self.mask_id, dropout_sites=self.dropout_sites,
+            )  # fmt: skip
+            batches.append(made.pin_memory() if self.pin_memory else made)
+        return batches
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def balance_note(layout: Layout, batch: BatchConfig, diffusion: DiffusionConfig) -> str | None:
+    """A sentence if the ranks of a step get noticeably uneven numbers of masked rows."""
+    if layout.dp_size == 1:
+        return None
+    num_parts = batch.global_batch_size // batch.micro_batch_size
+    ratio = noise.worst_over_mean(diffusion, schedule.from_config(diffusion), batch.global_batch_size, num_parts)
+    if ratio < 1.02:
+        return None
+    return f"masked work is uneven: the worst micro-batch has {ratio:.2f} times the mean (time_sampling, schedule)"
+

@@ -1,0 +1,132 @@
+"""Text to token ids and back: bytes, text8's 35 symbols, or any Hugging Face tokenizer.
+
+The mask id is the tokenizer's own mask token where it has one (BERT: 103), else a new last id (GPT-2: 50257, so
+V = 50258); it never falls together with padding.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mdlm_scale.config import TokenizerConfig
+from mdlm_scale.errors import ConfigError, raise_if_any
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    name: str
+    vocab_size: int  # V, the mask included
+    mask_id: int
+    pad_id: int  # fills the end of a row; never scored
+    bos_id: int
+    eos_id: int
+    encode: Callable[[str], list[int]]  # without special tokens
+    decode: Callable[[list[int]], str]  # special tokens are shown, so that nothing of a sample is hidden
+    fingerprint: str  # equal for equal vocabularies
+
+
+def load(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of the run; a ConfigError if it cannot be had or is not the one the recipe expects."""
+    if config.name == "bytes":
+        tokenizer = _bytes()
+    elif config.name == "text8":
+        tokenizer = _text8()
+    else:
+        tokenizer = _hugging_face(config.name)
+    found = []
+    if config.vocab_size not in (None, tokenizer.vocab_size):
+        found.append(
+            f"tokenizer.vocab_size={config.vocab_size}, but '{config.name}' has {tokenizer.vocab_size} entries, the mask "
+            f"included. Give that size, or the tokenizer of the recipe."
+        )
+    mask_id = tokenizer.mask_id if config.mask_id is None else config.mask_id
+    if not 0 <= mask_id < tokenizer.vocab_size:
+        found.append(f"tokenizer.mask_id={mask_id} is outside the vocabulary, 0 .. {tokenizer.vocab_size - 1}.")
+    elif mask_id != tokenizer.mask_id:
+        found.append(f"tokenizer.mask_id={mask_id}, but the mask token of '{config.name}' is {tokenizer.mask_id}.")
+    raise_if_any(found)
+    return tokenizer
+
+
+def _bytes() -> Tokenizer:
+    """One token a byte of UTF-8, then four specials."""
+    specials = ("[BOS]", "[EOS]", "[PAD]", "[MASK]")
+
+    def decode(ids: list[int]) -> str:
+        parts = [bytes([i]) if i < 256 else specials[i - 256].encode() for i in ids]
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    return Tokenizer(
+        name="bytes", vocab_size=260, mask_id=259, pad_id=258, bos_id=256, eos_id=257,
+        encode=lambda text: list(text.encode()), decode=decode, fingerprint=_hash(("bytes", *specials)),
+    )  # fmt: skip
+
+
+def _text8() -> Tokenizer:
+    """The 27 characters of text8 after eight specials, in the order of the released code."""
+    symbols = ["[CLS]", "[SEP]", "[BOS]", "[EOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz "]
+    index = {symbol: i for i, symbol in enumerate(symbols)}
+    return Tokenizer(
+        name="text8", vocab_size=len(symbols), mask_id=index["[MASK]"], pad_id=index["[PAD]"],
+        bos_id=index["[BOS]"], eos_id=index["[EOS]"],
+        encode=lambda text: [index.get(c, index["[UNK]"]) for c in text],
+        decode=lambda ids: "".join(symbols[i] for i in ids), fingerprint=_hash(symbols),
+    )  # fmt: skip
+
+
+def _hugging_face(name: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # it warns of rows longer than a model we do not use
+    try:
+        theirs = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        kind = "is a folder without a Hugging Face tokenizer" if Path(name).is_dir() else "is no folder here and could not be fetched"
+        raise ConfigError(
+            f"tokenizer.name='{name}' {kind} ({str(error).splitlines()[0]}). Give the path of a folder that holds "
+            f"the tokenizer (tokenizer.json, or vocabulary files and tokenizer_config.json): tokenizer.name=FOLDER."
+        ) from error
+    vocabulary: dict[str, int] = theirs.get_vocab()
+    size = max(vocabulary.values()) + 1
+    mask_id = theirs.mask_token_id if theirs.mask_token_id is not None else size
+    eos_id = _first(theirs.eos_token_id, theirs.sep_token_id)
+    bos_id = _first(theirs.bos_token_id, theirs.cls_token_id, eos_id)
+    if eos_id is None or bos_id is None:
+        raise ConfigError(f"tokenizer.name='{name}' has no end-of-text token (eos or sep), which ends a document.")
+    mask_text = theirs.mask_token or "[MASK]"
+
+    def decode(ids: list[int]) -> str:
+        pieces: list[str] = []
+        run: list[int] = []
+        for i in [*ids, None]:
+            if i is None or i >= size:  # our own mask token is unknown to their decoder
+                pieces += [theirs.decode(run)] if run else []
+                pieces += [mask_text] if i is not None else []
+                run = []
+            else:
+                run.append(i)
+        return "".join(pieces)
+
+    return Tokenizer(
+        name=name,
+        vocab_size=max(size, mask_id + 1),
+        mask_id=mask_id,
+        pad_id=_first(theirs.pad_token_id if theirs.pad_token_id != mask_id else None, eos_id),
+        bos_id=bos_id,
+        eos_id=eos_id,
+        encode=lambda text: theirs.encode(text, add_special_tokens=False),
+        decode=decode,
+        fingerprint=_hash([sorted(vocabulary.items(), key=lambda item: item[1]), mask_id]),
+    )
+
+
+def _first(*ids: int | None) -> Any:
+    return next((i for i in ids if i is not None), None)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,0 +1,74 @@
+"""The forward process as data: a batch of clean rows becomes a batch that is already corrupted and ready to train on.
+
+Done by the loader, on the host, ahead of the step: the number of masked rows M is then an ordinary int, and nothing in
+a step draws a random number. B sequences, L positions, M masked real tokens.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mdlm_scale.config import DiffusionConfig
+from mdlm_scale.diffusion import noise, objective
+from mdlm_scale.diffusion.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Batch:
+    x_BL: Tensor  # clean tokens, int64
+    z_BL: Tensor  # what the network sees
+    t_B: Tensor  # float64
+    sigma_B: Tensor  # float64; what a time-conditioned network is told of t
+    is_token_BL: Tensor  # False where the row is padded; padding is corrupted and read, but not scored
+    rows_M: Tensor  # masked real tokens, as indices into the flattened (B * L)
+    target_M: Tensor  # their clean tokens
+    weight_M: Tensor  # what their cross entropies count, float64
+    dropout_keys: Tensor | None  # (sites, B) int32; None is no dropout
+    num_tokens: int  # real tokens, masked or not
+
+    def to(self, device: torch.device) -> "Batch":
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Batch(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in fields.items()})
+
+    def pin_memory(self) -> "Batch":
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Batch(**{k: v.pin_memory() if isinstance(v, Tensor) else v for k, v in fields.items()})
+
+
+def corrupt(x_BL: Tensor, is_masked_BL: Tensor, *, mask_id: int) -> Tensor:
+    """Draw z_t ~ q(z_t | x): the masked tokens become `mask_id`, the others stay."""
+    return torch.where(is_masked_BL, mask_id, x_BL)
+
+
+def corrupted(
+    x_BL: Tensor,
+    is_token_BL: Tensor,
+    t_B: Tensor,
+    *,
+    config: DiffusionConfig,
+    schedule: Schedule,
+    seed: int,
+    step: int,
+    slots: range,
+    mask_id: int,
+    dropout_sites: int = 0,
+) -> Batch:
+    """The training batch for these slots of this step: rows `x_BL` at times `t_B`, with their masks and weights."""
+    slot_B = torch.tensor(slots)
+    is_masked_BL = noise.is_masked(seed, step, slot_B, schedule.mask_prob(t_B), x_BL.shape[1])
+    rows_M = torch.nonzero((is_masked_BL & is_token_BL).flatten()).squeeze(1)
+    weight_B = objective.weight(schedule, t_B, num_times=config.num_times, kind=config.weight)
+    return Batch(
+        x_BL=x_BL,
+        z_BL=corrupt(x_BL, is_masked_BL, mask_id=mask_id),
+        t_B=t_B,
+        sigma_B=schedule.sigma(t_B),
+        is_token_BL=is_token_BL,
+        rows_M=rows_M,
+        target_M=x_BL.flatten()[rows_M],
+        weight_M=weight_B[rows_M // x_BL.shape[1]],
+        dropout_keys=noise.dropout_keys(seed, step, slot_B, dropout_sites) if dropout_sites else None,
+        num_tokens=int(is_token_BL.sum()),
+    )

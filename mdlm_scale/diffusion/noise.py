@@ -1,0 +1,136 @@
+"""All randomness of training, as pure functions of (seed, step, slot, position): nothing here has a state.
+
+The generator is Philox4x32-10 (Salmon et al., 2011): a block cipher run on a counter. Any subset of the numbers can be
+computed alone, on any rank, in any order, and is bit-equal to what every other rank would compute for it.
+N slots in the global batch, B of them here; L positions, D channels.
+"""
+
+import hashlib
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mdlm_scale.config import DiffusionConfig, TimeSampling
+from mdlm_scale.diffusion.schedule import Schedule
+
+_LOW32 = 0xFFFFFFFF
+
+
+def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four int64 tensors of 32-bit words to four tensors of 32 random bits each."""
+    c0, c1, c2, c3 = counter
+    key0, key1 = seed & _LOW32, (seed >> 32) & _LOW32
+    for _ in range(10):
+        # int64 products wrap, but all 64 bits of the true product are there; the mask undoes the sign of the shift
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        high0, high1 = (product0 >> 32) & _LOW32, (product1 >> 32) & _LOW32
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, product1 & _LOW32, high0 ^ c3 ^ key1, product0 & _LOW32
+        key0, key1 = (key0 + 0x9E3779B9) & _LOW32, (key1 + 0xBB67AE85) & _LOW32
+    return c0, c1, c2, c3
+
+
+@lru_cache(maxsize=4096)
+def stream_id(name: str) -> int:
+    """32 bits for a name, so that numbers drawn for different purposes never meet."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+
+
+def random_bits(seed: int, stream: str, step: int, slot_B: Tensor, count: int) -> Tensor:
+    """`count` words of 32 bits for each slot, (B, count) int64: counter (i // 4, slot, step, stream), lane i % 4."""
+    block = torch.arange(-(-count // 4), device=slot_B.device)
+    counter = (block, slot_B[:, None], torch.tensor(step, device=slot_B.device), torch.tensor(stream_id(stream)))
+    lanes = philox(seed, tuple(torch.broadcast_tensors(*counter)))  # type: ignore[arg-type]
+    return torch.stack(lanes, dim=-1).flatten(1)[:, :count]
+
+
+def uniforms(seed: int, stream: str, step: int, slot_B: Tensor, count: int) -> Tensor:
+    """`count` numbers in [0, 1) for each slot, (B, count) float64, all 53 bits random."""
+    bits = random_bits(seed, stream, step, slot_B, 2 * count).unflatten(1, (count, 2))
+    return ((bits[..., 0] >> 5) * 2**26 + (bits[..., 1] >> 6)).double() / 2**53
+
+
+def times(config: DiffusionConfig, seed: int, step: int, num_slots: int) -> Tensor:
+    """The time t of every slot of the global batch, (N,) float64; in discrete time a multiple of 1/T."""
+    v_N = unit_times(config.time_sampling, seed, step, num_slots)
+    if config.num_times is None:
+        return config.t_min + (1 - config.t_min) * v_N
+    index_N = torch.clamp(torch.floor(v_N * config.num_times), max=config.num_times - 1) + 1
+    return index_N / config.num_times
+
+
+def unit_times(sampling: TimeSampling, seed: int, step: int, num_slots: int) -> Tensor:
+    """Points of [0, 1] for the N slots of a step; each alone is uniform, together they cover the interval.
+
+    lattice     slots 2i and 2i+1 get v_i and 1 - v_i, v a shifted golden-ratio lattice: one point in each interval
+                of length 1/N, and every pair masks half its tokens (for the loglinear schedule)
+    stratified  slot j gets a point of [j/N, (j+1)/N): the paper's choice, over the global batch
+    iid         independent
+    """
+    slot_N = torch.arange(num_slots)
+    u_N = uniforms(seed, "time", step, slot_N, 1)[:, 0]
+    if sampling is TimeSampling.iid:
+        return u_N
+    if sampling is TimeSampling.stratified:
+        return (slot_N + u_N) / num_slots
+    num_pairs = num_slots // 2
+    if num_pairs == 0:
+        return u_N
+    shift = uniforms(seed, "time shift", step, torch.zeros(1, dtype=torch.long), 1)[0, 0]
+    # the integer product is reduced first, so that frac() does not lose digits for large batches
+    v_P = ((torch.arange(num_pairs) * _golden_step(num_pairs) % num_pairs).double() / num_pairs + shift) % 1.0
+    v_N = torch.stack([v_P, 1 - v_P], dim=1).flatten()
+    return v_N if num_slots % 2 == 0 else torch.cat([v_N, u_N[-1:]])
+
+
+def is_masked(seed: int, step: int, slot_B: Tensor, mask_prob_B: Tensor, length: int) -> Tensor:
+    """Which positions are masked, (B, L) bool: an integer test, so that every machine agrees on every bit."""
+    threshold_B = torch.floor(mask_prob_B.double() * 2**32).long()
+    return random_bits(seed, "mask", step, slot_B, length) < threshold_B[:, None]
+
+
+def worst_over_mean(config: DiffusionConfig, schedule: Schedule, num_slots: int, num_parts: int) -> float:
+    """How uneven the masked work of `num_parts` contiguous blocks of slots is: largest over mean, averaged over steps."""
+    ratios = []
+    for step in range(32):
+        work_P = schedule.mask_prob(times(config, 0, step, num_slots)).view(num_parts, -1).sum(1)
+        ratios.append(float(work_P.max() / work_P.mean()))
+    return sum(ratios) / len(ratios)
+
+
+def dropout_keys(seed: int, step: int, slot_B: Tensor, num_sites: int) -> Tensor:
+    """A 32-bit key for each place in the network that drops, (num_sites, B) int32."""
+    return _to_int32(random_bits(seed, "dropout", step, slot_B, num_sites)).t().contiguous()
+
+
+def is_dropped(key_B: Tensor, position_L: Tensor, num_channels: int, drop_prob: float) -> Tensor:
+    """Which activations fall, (B, L, D) bool: a hash of (position, channel) under the sample's key.
+
+    Philox would cost more than the dropout: here positions and channels are mixed well once each, and an element costs
+    an add, two multiplications and a shift-xor on int32, which wraps.
+    """
+    row_BL = _mix32(key_B[:, None] ^ _mix32(position_L.to(torch.int32))[None, :])
+    channel_D = _mix32(torch.arange(num_channels, dtype=torch.int32, device=key_B.device) + 0x5BD1E995)
+    hash_BLD = (row_BL[:, :, None] + channel_D).mul_(0x2C1B3C6D)
+    hash_BLD.bitwise_xor_((hash_BLD >> 15).bitwise_and_(0x1FFFF)).mul_(0x297A2D39)
+    return hash_BLD < math.floor(drop_prob * 2**32) - 2**31
+
+
+def _golden_step(n: int) -> int:
+    """The integer coprime to n that is nearest to n times the golden ratio's fraction."""
+    near = round(n * (math.sqrt(5) - 1) / 2)
+    candidates = (near + sign * distance for distance in range(n + 1) for sign in (1, -1))
+    return next(a for a in candidates if math.gcd(a, n) == 1)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """A bijection of int32 that scatters every input bit over the word."""
+    for multiplier in (0x21F0AAAD, 0x735A2D97):
+        x = (x ^ ((x >> 16) & 0xFFFF)) * multiplier
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+def _to_int32(bits: Tensor) -> Tensor:
+    """The same 32 bits as a signed number."""
+    return (bits - ((bits >> 31) << 32)).to(torch.int32)

@@ -1,0 +1,40 @@
+"""What a user may see go wrong: each error is one message (what is, what must be, what to do) and an exit code."""
+
+from collections.abc import Iterable
+
+EXIT_FAILURE = 1
+EXIT_USER_MISTAKE = 2
+EXIT_RUN_AGAIN = 85  # saved, unfinished: start me again with the same command
+
+
+class UserError(Exception):
+    """A fault that is told without a traceback; its message is the whole story."""
+
+    exit_code = EXIT_USER_MISTAKE
+
+
+class ConfigError(UserError):
+    """The configuration, or the way it was called, is wrong."""
+
+
+class DataError(UserError):
+    """The text, the tokens or the tokenizer are wrong."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or a run directory cannot be used."""
+
+
+class TrainingError(UserError):
+    """The run itself went wrong: nothing the user typed, so a failure and not a mistake."""
+
+    exit_code = EXIT_FAILURE
+
+
+def raise_if_any(faults: Iterable[str], error: type[UserError] = ConfigError) -> None:
+    """Raise one `error` that lists every fault, or return if there is none."""
+    found = list(faults)
+    if len(found) == 1:
+        raise error(found[0])
+    if found:
+        raise error(f"{len(found)} faults:\n" + "\n".join(f"  - {fault}" for fault in found))

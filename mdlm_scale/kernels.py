@@ -1,0 +1,91 @@
+"""The only door to flash-attn and apex: what is fastest here and installed, else PyTorch's own.
+
+Each choice is made by a function of what is there (`attention_kernel`, `adamw_kernel`), so that it can be tested where
+neither package can run; `describe` says it once at the start of a run.
+B sequences, L positions, H heads, K head width.
+"""
+
+import ctypes
+import importlib.util
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mdlm_scale.config import OptimizerConfig
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
+    """Bidirectional softmax attention, every position to every other; (B, L, H, K) in and out."""
+    if attention_kernel(q_BLHK.device.type, q_BLHK.dtype) == "flash-attn":
+        from flash_attn import flash_attn_func
+
+        return flash_attn_func(q_BLHK, k_BLHK, v_BLHK, causal=False)
+    heads_first = (x.transpose(1, 2) for x in (q_BLHK, k_BLHK, v_BLHK))
+    return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+
+
+def adamw(params: Iterable[Tensor], config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW over plain (not sharded) tensors; the learning rate is set by the caller before every step."""
+    options: dict[str, Any] = {
+        "lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay
+    }  # fmt: skip
+    if adamw_kernel(device.type) == "apex":
+        from apex.optimizers import FusedAdam
+
+        return FusedAdam(params, adam_w_mode=True, **options)
+    return torch.optim.AdamW(params, fused=True, **options)
+
+
+def set_adam_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Make Adam's state where it is missing (zero moments), and set its counter of updates."""
+    for group in optimizer.param_groups:
+        if "step" in group or adamw_kernel(group["params"][0].device.type) == "apex":
+            group["step"] = step  # apex counts by group
+        for p in group["params"]:
+            state = optimizer.state[p]
+            if "exp_avg" not in state:
+                state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            state["step"] = torch.tensor(float(step), device=p.device)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library reuse freed blocks instead of returning each large one to the system and paying for its pages
+    again: a quarter of a training step on a CPU. Elsewhere than on glibc nothing happens."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        m_mmap_max, m_trim_threshold = -4, -1
+        library.mallopt(m_mmap_max, 0)
+        library.mallopt(m_trim_threshold, -1)
+
+
+def attention_kernel(device: str, dtype: torch.dtype, installed: Callable[[str], bool] | None = None) -> str:
+    """`flash-attn` on CUDA in half precision, where it is installed; else PyTorch's `sdpa`."""
+    found = (installed or _installed)("flash_attn")
+    return "flash-attn" if device == "cuda" and dtype in HALF and found else "sdpa"
+
+
+def adamw_kernel(device: str, installed: Callable[[str], bool] | None = None) -> str:
+    """apex's FusedAdam on CUDA, where NVIDIA's apex is installed; else PyTorch's fused AdamW."""
+    found = (installed or _installed)("apex.optimizers")  # PyPI's `apex` is another project and has no optimizers
+    return "apex" if device == "cuda" and found else "torch"
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    return f"attention by {attention_kernel(device.type, dtype)}, AdamW by {adamw_kernel(device.type)}"
+
+
+_found: dict[str, bool] = {}
+
+
+def _installed(module: str) -> bool:
+    if module not in _found:
+        try:
+            _found[module] = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # the parent package is missing
+            _found[module] = False
+    return _found[module]

@@ -1,0 +1,63 @@
+"""One rank-aware logger: rank 0 speaks to the terminal and to log.txt, the other ranks only of warnings and worse.
+
+`live` shows a line that the next one overwrites, where there is a terminal to do that; messages scroll past above it.
+"""
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+log = logging.getLogger("mdlm_scale")
+
+_CLEAR = "\r\x1b[2K"
+_FILE_SECONDS = 10.0  # without a terminal a live line is an ordinary message, at most this often
+
+
+class _Terminal(logging.StreamHandler):
+    """Standard error, with a live line kept below the messages."""
+
+    live = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.live:
+            self.stream.write(_CLEAR)
+        super().emit(record)
+        self.show(self.live)
+
+    def show(self, line: str) -> None:
+        if line or self.live:
+            self.stream.write(_CLEAR + line)
+            self.stream.flush()
+        self.live = line
+
+
+_last_message = 0.0
+
+
+def start(rank: int = 0) -> None:
+    """Send the package's messages to standard error; call once, before anything is said."""
+    log.handlers.clear()
+    log.propagate = False
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    handler = _Terminal(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+    log.addHandler(handler)
+
+
+def also_to(path: Path) -> None:
+    """Copy the messages, with the time of day, to a file that a later attempt appends to."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    log.addHandler(handler)
+
+
+def live(line: str, last: bool = False) -> None:
+    """Show progress: in place on a terminal, as a message now and then elsewhere; the last line stays either way."""
+    global _last_message
+    terminal = next((h for h in log.handlers if isinstance(h, _Terminal) and h.stream.isatty()), None)
+    if terminal is not None and log.isEnabledFor(logging.INFO):
+        terminal.show("" if last else line)
+    if last or (terminal is None and time.monotonic() - _last_message >= _FILE_SECONDS):
+        _last_message = time.monotonic()
+        log.info(line)

@@ -1,0 +1,62 @@
+"""Initial weights as a function of (seed, parameter name, element index).
+
+Whoever needs a range of a parameter computes just that range: a shard equals the same part of the whole, bit for bit,
+and nobody draws numbers for others. All weights of the paper's model are zeros, ones, or uniform in +-bound.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mdlm_scale.diffusion.noise import philox, stream_id
+
+CHUNK = 1 << 20  # elements drawn at a time: bounds the memory of the integer arithmetic
+
+
+@dataclass(frozen=True)
+class Fill:
+    value: float = 0.0
+    bound: float = 0.0  # above 0: uniform in [-bound, bound) instead of the value
+
+
+def fills(model: nn.Module) -> dict[str, Fill]:
+    """How each parameter starts; reads only names and shapes, so the model may be on the meta device."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    return {name: _fill(name, shapes) for name in shapes}
+
+
+def init_range(seed: int, name: str, fill: Fill, start: int, numel: int) -> Tensor:
+    """Elements start .. start + numel of a parameter in row-major order, float64."""
+    if fill.bound == 0:
+        return torch.full((numel,), fill.value, dtype=torch.float64)
+    parts = [_uniform(seed, name, at, min(CHUNK, start + numel - at)) for at in range(start, start + numel, CHUNK)]
+    return (2 * torch.cat(parts) - 1) * fill.bound if parts else torch.empty(0, dtype=torch.float64)
+
+
+def init_model(model: nn.Module, seed: int) -> None:
+    """Fill a whole model in place."""
+    rules = fills(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(init_range(seed, name, rules[name], 0, p.numel()).view(p.shape))
+
+
+def _fill(name: str, shapes: dict[str, torch.Size]) -> Fill:
+    module, _, kind = name.rpartition(".")
+    if module.rpartition(".")[2].startswith("norm"):
+        return Fill(1.0)
+    if module.endswith("modulation") or module == "head":
+        return Fill(0.0)  # adaLN-zero: at the start a block is the identity, and every token equally likely
+    # torch's default for Linear is +-1/sqrt(fan in), of weight and bias; the embedding's is +-1/sqrt(width)
+    return Fill(bound=1 / math.sqrt(shapes[f"{module}.weight"][1]))
+
+
+def _uniform(seed: int, name: str, start: int, numel: int) -> Tensor:
+    first, last = start // 4, (start + numel + 3) // 4
+    index = torch.arange(first, last)
+    zero = torch.zeros_like(index)
+    counter = (index & 0xFFFFFFFF, index >> 32, zero, zero + stream_id("init " + name))
+    bits = torch.stack(philox(seed, counter), dim=1).flatten()[start - 4 * first :][:numel]
+    return (bits.double() + 0.5) / 2**32

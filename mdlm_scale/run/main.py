@@ -1,0 +1,244 @@
+"""From a config file to a running run: check everything, build everything, train, and say how it ended.
+
+Nothing is written before every fault that can be found has been found.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mdlm_scale import config as config_module
+from mdlm_scale import kernels, layout
+from mdlm_scale import log as log_module
+from mdlm_scale.config import Config, ConfigError, Precision
+from mdlm_scale.data import loader as loader_module
+from mdlm_scale.data import source as source_module
+from mdlm_scale.data import tokenizer as tokenizer_module
+from mdlm_scale.data.loader import Loader
+from mdlm_scale.data.source import Source
+from mdlm_scale.data.tokenizer import Tokenizer
+from mdlm_scale.diffusion import schedule
+from mdlm_scale.errors import EXIT_RUN_AGAIN, CheckpointError, DataError, raise_if_any
+from mdlm_scale.layout import Layout
+from mdlm_scale.log import log
+from mdlm_scale.model import dit, init
+from mdlm_scale.model.sizes import Sizes, gemm_rate, sizes
+from mdlm_scale.parallel.groups import Groups, World, world
+from mdlm_scale.parallel.plain import PlainEngine
+from mdlm_scale.run import checkpoint, evaluate, guard, optimizer
+from mdlm_scale.run.checkpoint import State
+from mdlm_scale.run.ema import Ema
+from mdlm_scale.run.loop import Run, train
+from mdlm_scale.run.metrics import Metrics
+from mdlm_scale.run.preempt import Stop
+
+DTYPES = {Precision.bf16: torch.bfloat16, Precision.float32: torch.float32, Precision.float64: torch.float64}
+
+
+def main(config_path: str, overrides: list[str], check_only: bool) -> int:
+    """`python -m mdlm_scale.train`: returns the exit code."""
+    ranks = world()
+    log_module.start(ranks.rank)
+    config = config_module.load(config_path, overrides)
+    raise_if_any(faults(config, ranks))
+    if check_only:
+        _print_plan(config, _read_data(config))
+        return 0
+    resume_from = _resume_point(config)
+    if resume_from is None and (Path(config.run.dir) / "done").exists():
+        raise CheckpointError(f"run.dir={config.run.dir} is marked done but has no checkpoint. Choose another run.dir.")
+    return _train(config, ranks, _read_data(config), resume_from)
+
+
+def faults(config: Config, ranks: World) -> list[str]:
+    """Everything wrong with a configuration that can be told without reading data."""
+    counts = {
+        "train.num_steps": config.train.num_steps,
+        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep": config.checkpoint.keep,
+        "logging.every": config.logging.every,
+    }
+    found = [f"{key}={value} must be at least 1." for key, value in counts.items() if value < 1]
+    if not 0 <= config.run.seed < 2**64:
+        found.append(f"run.seed={config.run.seed} must lie in 0 .. 2^64 - 1.")
+    if config.train.device not in ("auto", "cpu", "cuda"):
+        found.append(f"train.device={config.train.device} must be auto, cpu or cuda.")
+    elif config.train.device == "cuda" and not torch.cuda.is_available():
+        found.append("train.device=cuda, but PyTorch sees no GPU here. Use train.device=auto or cpu.")
+    found += source_module.faults(config.data)
+    found += dit.faults(config.model)
+    found += schedule.faults(config.diffusion, config.model.time_conditioning)
+    found += layout.faults(config.parallel, config.batch, ranks.size)
+    found += optimizer.faults(config.optimizer, config.ema)
+    found += evaluate.faults(config.evaluate)
+    found += guard.faults(config.guard)
+    return found
+
+
+@dataclass(frozen=True)
+class Data:
+    tokenizer: Tokenizer
+    train: Source
+    validation: Source
+
+    def fingerprints(self) -> dict[str, str]:
+        return {"tokenizer": self.tokenizer.fingerprint, "data.train": self.train.fingerprint()}
+
+
+def _read_data(config: Config) -> Data:
+    tokenizer = tokenizer_module.load(config.tokenizer)
+    data = Data(
+        tokenizer,
+        source_module.load(config.data.train, "train", config.data, tokenizer),
+        source_module.load(config.data.validation, "validation", config.data, tokenizer),
+    )
+    least = {"train": (data.train, config.batch.global_batch_size), "validation": (data.validation, 2 * evaluate.BLOCK)}
+    raise_if_any(
+        (
+            f"data.{split} is too short: {source.num_rows} rows of {config.data.length} tokens, at least {rows} are "
+            f"needed ({'one global batch' if split == 'train' else 'two blocks, for a standard error'}). "
+            f"Give more text or shorter rows (data.length)."
+            for split, (source, rows) in least.items()
+            if source.num_rows < rows
+        ),
+        DataError,
+    )
+    return data
+
+
+def _print_plan(config: Config, data: Data) -> None:
+    """What `--check` shows: the resolved config, parameters and memory. Nothing is written."""
+    print(config_module.to_yaml(config), end="")
+    dtype = DTYPES[config.train.precision]
+    size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
+    state = size.state_bytes(dtype.itemsize, max(4, dtype.itemsize))
+    print(f"# train: {data.train.describe()}; validation: {data.validation.describe()}")
+    print(f"# {size.num_parameters:,} parameters; {state / 1e9:.2f} GB of weights, gradients, moments and EMA; config is fine")
+
+
+def _resume_point(config: Config) -> Path | None:
+    """The checkpoint this run goes on from, None for a new one; a directory with another run in it is refused."""
+    folder = Path(config.run.dir)
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    written = folder / "config.yaml"
+    if not written.is_file():
+        raise CheckpointError(f"run.dir={folder} holds files but no run (no config.yaml). Choose another run.dir.")
+    differences = config_module.changes_of_meaning(config_module.load(written), config)
+    if differences:
+        raise CheckpointError(
+            f"run.dir={folder} belongs to another run. Differing: {'; '.join(differences)}. "
+            f"Choose another run.dir, or undo the changes to resume."
+        )
+    return checkpoint.newest(folder)
+
+
+def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -> int:
+    folder = Path(config.run.dir)
+    if resume_from is not None:
+        _same_data(resume_from, data)
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config_module.to_yaml(config))
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder} cannot be written: {error}.") from error
+    log_module.also_to(folder / "log.txt")
+    device = _device(config, ranks)
+    dtype = DTYPES[config.train.precision]
+    if device.type == "cpu":
+        kernels.keep_freed_memory()
+    size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
+    _announce(config, data, size, device, dtype, resume_from)
+
+    own_layout = Layout(ranks.size, ranks.rank, config.parallel.tp_size)
+    groups = Groups()
+    model = _build_model(config, data.tokenizer)
+    engine = _build_engine(config, model, device, dtype)
+    ema = Ema(engine, config.ema.decay)
+    state = State() if resume_from is None else checkpoint.restore(resume_from, engine, ema)
+    if note := loader_module.balance_note(own_layout, config.batch, config.diffusion):
+        log.info(note)
+    loader = Loader(
+        data.train, own_layout, config.batch, config.diffusion, config.run.seed, data.tokenizer.mask_id,
+        dropout_sites=model.num_dropout_sites, prefetch=config.data.prefetch, pin_memory=device.type == "cuda",
+    )  # fmt: skip
+    with Metrics(config, size, gemm_rate(device, dtype), state) as metrics:
+        if resume_from is not None:
+            metrics.event(state.step, f"resumed from {resume_from}")
+        run = Run(
+            config, own_layout, groups, loader, data.validation, engine, ema, guard.Guard(config.guard),
+            Stop(groups, config.train.max_minutes), metrics, data.fingerprints(), resume_from,
+        )  # fmt: skip
+        try:
+            state = train(run, state)
+        finally:
+            loader.close()
+    return _conclude(config, state)
+
+
+def _conclude(config: Config, state: State) -> int:
+    folder = Path(config.run.dir)
+    if state.step < config.train.num_steps:
+        log.info(f"stopped at step {state.step} of {config.train.num_steps}, saved; the same command goes on from here")
+        return EXIT_RUN_AGAIN
+    (folder / "done").write_text(json.dumps({"step": state.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
+    log.info(
+        f"done: {state.step} steps\n  checkpoint  {checkpoint.newest(folder)}\n  config      {folder / 'config.yaml'}\n"
+        f"  metrics     {folder / 'metrics.jsonl'}\n  log         {folder / 'log.txt'}"
+    )
+    return 0
+
+
+def _same_data(path: Path, data: Data) -> None:
+    """Refuse to go on with other tokens than the run began with."""
+    before = checkpoint.read_manifest(path)["fingerprints"]
+    now = data.fingerprints()
+    differing = [key for key in now if before.get(key) != now[key]]
+    if differing:
+        raise CheckpointError(
+            f"{path} was trained on other data: {' and '.join(differing)} changed since. Restore it, or choose another run.dir."
+        )
+
+
+def _announce(
+    config: Config, data: Data, size: Sizes, device: torch.device, dtype: torch.dtype, resume_from: Path | None
+) -> None:
+    log.info(f"run {config.run.dir}: {'resuming ' + resume_from.name if resume_from else 'new'}, seed {config.run.seed}")
+    log.info(f"train {data.train.describe()}; validation {data.validation.describe()}")
+    log.info(
+        f"model {size.num_parameters:,} parameters, V {data.tokenizer.vocab_size}, mask id {data.tokenizer.mask_id}; "
+        f"{config.train.precision} on {device}; {kernels.describe(device, dtype)}"
+    )
+
+
+def _device(config: Config, ranks: World) -> torch.device:
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
+
+
+def _build_model(config: Config, tokenizer: Tokenizer) -> dit.DiT:
+    with torch.device("meta"):
+        model = dit.DiT(config.model, tokenizer.vocab_size, tokenizer.mask_id)
+    model.recompute = config.parallel.recompute
+    if config.parallel.compile:
+        for block in model.blocks:
+            block.compile()
+    return model
+
+
+def _build_engine(config: Config, model: dit.DiT, device: torch.device, dtype: torch.dtype) -> PlainEngine:
+    rules = init.fills(model)
+    return PlainEngine(
+        model,
+        init_range=lambda name, start, numel: init.init_range(config.run.seed, name, rules[name], start, numel),
+        make_optimizer=partial(kernels.adamw, config=config.optimizer, device=device),
+        max_norm=config.optimizer.max_grad_norm,
+        device=device,
+        dtype=dtype,
+    )

@@ -1,0 +1,167 @@
+"""What a run says of itself: metrics.jsonl, which is the truth; a progress line; and Weights & Biases, its only door.
+
+A row of metrics.jsonl is one JSON object: `kind` (train, eval or event), `step` (steps done), then the figures.
+"""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mdlm_scale import config as config_module
+from mdlm_scale import log as log_module
+from mdlm_scale.config import Config, WandbMode
+from mdlm_scale.errors import UserError
+from mdlm_scale.log import log
+from mdlm_scale.model.sizes import Sizes
+from mdlm_scale.parallel.engine import Update
+from mdlm_scale.run.checkpoint import State
+from mdlm_scale.run.evaluate import Evaluation
+from mdlm_scale.run.step import Report
+
+
+class Metrics:
+    def __init__(self, config: Config, sizes: Sizes, gemm_rate: float, state: State) -> None:
+        """Open the files of the run directory; rows past `state.step` belong to steps that will be done again."""
+        self.folder = Path(config.run.dir)
+        self.every = config.logging.every
+        self.num_steps = config.train.num_steps
+        self.sizes = sizes
+        self.gemm_rate = gemm_rate
+        self.first_step = state.step
+        self.started = self.last_time = time.monotonic()
+        self.since_last_row = [0, 0, 0]  # steps, tokens, masked tokens
+        path = self.folder / "metrics.jsonl"
+        _forget_after(path, state.step)
+        self.file = path.open("a", encoding="utf-8")
+        self.wandb = _start_wandb(config, self.folder)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Close on every way out of the run; a crash is told to Weights & Biases."""
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=0 if kind is None else 1)
+
+    def train(self, state: State, report: Report, update: Update, lr: float) -> None:
+        """After each step: refresh the progress line; every n steps and at the end, a row."""
+        steps, tokens, masked = self.since_last_row
+        self.since_last_row = [steps + 1, tokens + report.num_tokens, masked + report.num_masked]
+        last = state.step == self.num_steps
+        if state.step % self.every and not last:
+            return
+        now = time.monotonic()
+        steps, tokens, masked = self.since_last_row
+        seconds = now - self.last_time
+        self.last_time, self.since_last_row = now, [0, 0, 0]
+        row = {
+            "nelbo": report.nelbo,
+            "ppl": perplexity(report.nelbo),
+            "grad_norm": update.grad_norm,
+            "lr": lr,
+            "updates": state.updates,
+            "applied": update.applied,
+            "masked_share": report.num_masked / report.num_tokens,
+            "nll_by_t": report.bucket_nll,
+            "tokens_per_second": tokens / seconds,
+            "gemm_share": self.sizes.step_flops(tokens, masked) / seconds / self.gemm_rate,
+            "seconds": now - self.started,
+        }
+        self.write("train", state.step, row)
+        log_module.live(self._progress(state.step, row), last)
+
+    def evaluated(self, step: int, evaluation: Evaluation, unigram_ppl: float) -> None:
+        self.write("eval", step, {**vars(evaluation), "unigram_ppl": unigram_ppl})
+        log.info(
+            f"step {step}: validation nelbo {evaluation.nelbo:.4f} +- {evaluation.nelbo_se:.4f}, ppl {evaluation.ppl:.3f} "
+            f"+- {evaluation.ppl_se:.3f} (EMA weights, {evaluation.num_rows} rows; unigram ppl {unigram_ppl:.2f})"
+        )
+
+    def event(self, step: int, message: str) -> None:
+        self.write("event", step, {"message": message})
+        log.info(f"step {step}: {message}")
+
+    def pause(self) -> float:
+        """Call before work that is not training; `resume` with the result leaves it out of tokens per second."""
+        return time.monotonic()
+
+    def resume(self, paused: float) -> None:
+        self.last_time += time.monotonic() - paused
+
+    def write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
+        """One row, on disk before the call returns."""
+        self.file.write(json.dumps({"kind": kind, "step": step, **_json_safe(figures)}) + "\n")
+        self.file.flush()
+        if self.wandb is not None:
+            self.wandb.log({f"{kind}/{key}": value for key, value in figures.items()}, step=step)
+
+    def _progress(self, step: int, row: dict[str, Any]) -> str:
+        per_step = (time.monotonic() - self.started) / (step - self.first_step)
+        return (
+            f"step {step}/{self.num_steps} {step / self.num_steps:4.0%} | nelbo {row['nelbo']:.4f} ppl {row['ppl']:.2f} | "
+            f"grad {row['grad_norm']:.2f} lr {row['lr']:.1e} | {_short(row['tokens_per_second'])} tok/s "
+            f"{row['gemm_share']:.0%} of GEMM peak | eta {_duration((self.num_steps - step) * per_step)}"
+        )
+
+
+def perplexity(nelbo: float) -> float:
+    return math.exp(min(nelbo, 700.0)) if math.isfinite(nelbo) else nelbo
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop rows of later steps, and a half-written last line, that an earlier attempt left."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _start_wandb(config: Config, folder: Path) -> Any:
+    """The run at Weights & Biases, with an id that a resumed run finds again; None if off."""
+    if config.logging.wandb is WandbMode.off:
+        return None
+    import wandb
+
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(wandb.util.generate_id())
+    try:
+        return wandb.init(
+            project=config.logging.project, id=id_file.read_text().strip(), resume="allow", dir=str(folder),
+            mode=config.logging.wandb.value, config=config_module.to_tree(config),
+            settings=wandb.Settings(silent=True, init_timeout=60),
+        )  # fmt: skip
+    except wandb.errors.Error as error:
+        raise UserError(f"Weights & Biases did not start: {error}. Log in, or set logging.wandb to offline or off.") from error
+
+
+def _json_safe(value: Any) -> Any:
+    """NaN and infinity are no JSON: they become null."""
+    if isinstance(value, dict):
+        return {k: _json_safe(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_json_safe(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short(number: float) -> str:
+    return f"{number / 1e6:.2f}M" if number >= 1e6 else f"{number / 1e3:.1f}k" if number >= 1e3 else f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
