@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # omegaconf's own parser
 
 from mdlm_scale.errors import ConfigError, raise_if_any
 
@@ -81,7 +82,9 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str = "python"  # `python` (the documentation inside the standard library) or a text file, one document a line
+    train: str = (
+        "python"  # `python` (the documentation inside the standard library) or a text file, one document a line
+    )
     validation: str = "python"  # likewise; `python` keeps a twentieth of its documents for validation
     length: int = 128  # L, tokens a row
     prefetch: int = 2  # global batches prepared ahead of the step
@@ -194,7 +197,8 @@ class Config:
 
 # What may differ between two attempts at one run. Everything else decides what the run computes.
 FREE_TO_CHANGE = (
-    "run.dir", "data.prefetch", "batch.micro_batch_size", "parallel", "train", "evaluate", "checkpoint", "guard", "logging",
+    "run.dir", "data.prefetch", "batch.micro_batch_size",
+    "parallel", "train", "evaluate", "checkpoint", "guard", "logging",
 )  # fmt: skip
 
 
@@ -206,7 +210,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
         tree = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, UnicodeDecodeError, *_yaml_errors()) as error:
+    except (OmegaConfBaseException, UnicodeDecodeError, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return from_tree(tree, str(path))
 
@@ -307,9 +311,3 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
-
-
-def _yaml_errors() -> tuple[type[Exception], ...]:
-    import yaml  # omegaconf's own parser
-
-    return (yaml.YAMLError,)

@@ -25,8 +25,8 @@ def attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
         from flash_attn import flash_attn_func
 
         return flash_attn_func(q_BLHK, k_BLHK, v_BLHK, causal=False)
-    heads_first = (x.transpose(1, 2) for x in (q_BLHK, k_BLHK, v_BLHK))
-    return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+    q_BHLK, k_BHLK, v_BHLK = (x.transpose(1, 2) for x in (q_BLHK, k_BLHK, v_BLHK))
+    return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK).transpose(1, 2)
 
 
 def adamw(params: Iterable[Tensor], config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:

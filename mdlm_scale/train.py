@@ -1,7 +1,7 @@
 """Pre-train a masked diffusion language model.
 
-    python -m mdlm_scale.train --config configs/debug.yaml [--check] [section.key=value ...]
-    deepspeed mdlm_scale/train.py --config configs/debug.yaml
+python -m mdlm_scale.train --config configs/debug.yaml [--check] [section.key=value ...]
+deepspeed mdlm_scale/train.py --config configs/debug.yaml
 """
 
 import argparse

@@ -51,9 +51,11 @@ class Loader:
         num_slots = self.batch.global_batch_size
         shape = schedule.from_config(self.diffusion)
         t_N = noise.times(self.diffusion, self.seed, step, num_slots)
+        own = self.layout.slots(num_slots)
+        ids = sample_ids(self.seed, step, own, num_slots, self.source.num_rows)
         batches = []
         for slots in self.layout.micro_slots(num_slots, self.batch.micro_batch_size):
-            x_BL, is_token_BL = self.source.rows(sample_ids(self.seed, step, slots, num_slots, self.source.num_rows))
+            x_BL, is_token_BL = self.source.rows(ids[slots.start - own.start : slots.stop - own.start])
             made = corrupted(
                 x_BL, is_token_BL, t_N[slots.start : slots.stop],
                 config=self.diffusion, schedule=shape, seed=self.seed, step=step, slots=slots,
@@ -75,4 +77,3 @@ def balance_note(layout: Layout, batch: BatchConfig, diffusion: DiffusionConfig)
     if ratio < 1.02:
         return None
     return f"masked work is uneven: the worst micro-batch has {ratio:.2f} times the mean (time_sampling, schedule)"
-

@@ -8,32 +8,33 @@ whatever the batch size.
 import torch
 from torch import Tensor
 
-from mdlm_scale.diffusion.noise import philox, stream_id
+from mdlm_scale.diffusion.noise import random_bits
 
-ROUNDS = 6
+ROUNDS = 8
 
 
 def sample_ids(seed: int, step: int, slots: range, global_batch_size: int, num_rows: int) -> Tensor:
     """The rows that the given slots of a step train on, int64."""
     position = step * global_batch_size + torch.tensor(slots)
-    epoch, index = position // num_rows, position % num_rows
-    return shuffled(seed, epoch, index, num_rows)
+    return shuffled(seed, position // num_rows, position % num_rows, num_rows)
 
 
 def shuffled(seed: int, epoch: Tensor, index: Tensor, num_rows: int) -> Tensor:
     """A permutation of 0 .. num_rows-1 for each epoch, applied to `index`."""
     half_bits = max(1, -(-(num_rows - 1).bit_length() // 2))
-    result = _feistel(seed, epoch, index, half_bits)
-    while bool((outside := result >= num_rows).any()):  # at most three in four are outside
-        result = torch.where(outside, _feistel(seed, epoch, result, half_bits), result)
+    keys = random_bits(seed, "order", 0, epoch, ROUNDS).unbind(1)
+    result = _feistel(keys, index, half_bits)
+    while bool((outside := result >= num_rows).any()):  # three in four are outside at worst: a few more turns
+        result = torch.where(outside, _feistel(keys, result, half_bits), result)
     return result
 
 
-def _feistel(seed: int, epoch: Tensor, index: Tensor, half_bits: int) -> Tensor:
-    """A bijection of the numbers below 4^half_bits; its round function is Philox."""
+def _feistel(keys: tuple[Tensor, ...], index: Tensor, half_bits: int) -> Tensor:
+    """A bijection of the numbers below 4^half_bits, for any round function."""
     low = (1 << half_bits) - 1
     left, right = index >> half_bits, index & low
-    for number in range(ROUNDS):
-        counter = (right, epoch, torch.full_like(right, number), torch.full_like(right, stream_id("order")))
-        left, right = right, left ^ (philox(seed, counter)[0] & low)
+    for key in keys:
+        mixed = (right + key) * 0x1E3779B97F4A7C15  # wraps; the upper half of the product depends on all bits
+        mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
+        left, right = right, left ^ ((mixed >> 33) & low)
     return (left << half_bits) | right

@@ -4,6 +4,7 @@ Documents are tokenised without special tokens, an end-of-text token follows eac
 L - 2 tokens with BOS in front and EOS behind. The last row is padded: nothing is dropped.
 """
 
+import ast
 import hashlib
 import pkgutil
 from collections.abc import Iterable, Iterator
@@ -49,7 +50,7 @@ class Source:
         return f"{num_rows:,} rows of {length} tokens, {(num_rows - 1) * length + self.last_length:,} in all"
 
     def unigram_perplexity(self, num_rows: int) -> float:
-        """Perplexity of the first rows under their own token frequencies: the best that a model without context does."""
+        """Perplexity of the first rows under their own token frequencies: the best without context."""
         x_BL, is_token_BL = self.rows(torch.arange(min(num_rows, self.num_rows)))
         counts = torch.bincount(x_BL[is_token_BL]).double()
         p = counts[counts > 0] / counts.sum()
@@ -111,22 +112,28 @@ def wrap(documents: Iterable[list[int]], length: int, tokenizer: Tokenizer) -> S
 @lru_cache
 def python_documents() -> tuple[tuple[str, str], ...]:
     """(name, text) of the documentation that ships with Python: its help topics, and the library's doc strings."""
-    import ast
-    import importlib.util
     from pydoc_data.topics import topics
 
     documents = sorted(topics.items())
-    library = Path(importlib.util.find_spec("ast").origin).parent  # type: ignore[union-attr, arg-type]
+    library = Path(ast.__file__).parent
     for name in sorted(module.name for module in pkgutil.iter_modules([str(library)])):
         path = library / f"{name}.py" if (library / f"{name}.py").is_file() else library / name / "__init__.py"
         if not path.is_file():
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
-        texts = [text for node in nodes if (text := ast.get_docstring(node))]
+        texts = list(_doc_strings(tree))
         if texts:
             documents.append((name, "\n\n".join(texts)))
     return tuple(documents)
+
+
+def _doc_strings(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
+    """Of a module, its classes and functions, and their methods."""
+    if text := ast.get_docstring(node):
+        yield text
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            yield from _doc_strings(child)
 
 
 def _bucket(name: str) -> int:

@@ -39,8 +39,8 @@ def load(config: TokenizerConfig) -> Tokenizer:
     found = []
     if config.vocab_size not in (None, tokenizer.vocab_size):
         found.append(
-            f"tokenizer.vocab_size={config.vocab_size}, but '{config.name}' has {tokenizer.vocab_size} entries, the mask "
-            f"included. Give that size, or the tokenizer of the recipe."
+            f"tokenizer.vocab_size={config.vocab_size}, but '{config.name}' has {tokenizer.vocab_size} entries, "
+            f"the mask included. Give that size, or the tokenizer of the recipe."
         )
     mask_id = tokenizer.mask_id if config.mask_id is None else config.mask_id
     if not 0 <= mask_id < tokenizer.vocab_size:
@@ -67,7 +67,17 @@ def _bytes() -> Tokenizer:
 
 def _text8() -> Tokenizer:
     """The 27 characters of text8 after eight specials, in the order of the released code."""
-    symbols = ["[CLS]", "[SEP]", "[BOS]", "[EOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz "]
+    symbols = [
+        "[CLS]",
+        "[SEP]",
+        "[BOS]",
+        "[EOS]",
+        "[MASK]",
+        "[PAD]",
+        "[RESERVED]",
+        "[UNK]",
+        *"abcdefghijklmnopqrstuvwxyz ",
+    ]
     index = {symbol: i for i, symbol in enumerate(symbols)}
     return Tokenizer(
         name="text8", vocab_size=len(symbols), mask_id=index["[MASK]"], pad_id=index["[PAD]"],
@@ -85,7 +95,11 @@ def _hugging_face(name: str) -> Tokenizer:
     try:
         theirs = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
-        kind = "is a folder without a Hugging Face tokenizer" if Path(name).is_dir() else "is no folder here and could not be fetched"
+        kind = (
+            "is a folder without a Hugging Face tokenizer"
+            if Path(name).is_dir()
+            else "is no folder here and could not be fetched"
+        )
         raise ConfigError(
             f"tokenizer.name='{name}' {kind} ({str(error).splitlines()[0]}). Give the path of a folder that holds "
             f"the tokenizer (tokenizer.json, or vocabulary files and tokenizer_config.json): tokenizer.name=FOLDER."
@@ -97,14 +111,14 @@ def _hugging_face(name: str) -> Tokenizer:
     bos_id = _first(theirs.bos_token_id, theirs.cls_token_id, eos_id)
     if eos_id is None or bos_id is None:
         raise ConfigError(f"tokenizer.name='{name}' has no end-of-text token (eos or sep), which ends a document.")
-    mask_text = theirs.mask_token or "[MASK]"
+    mask_text = str(theirs.mask_token or "[MASK]")
 
     def decode(ids: list[int]) -> str:
         pieces: list[str] = []
         run: list[int] = []
         for i in [*ids, None]:
             if i is None or i >= size:  # our own mask token is unknown to their decoder
-                pieces += [theirs.decode(run)] if run else []
+                pieces += [str(theirs.decode(run))] if run else []
                 pieces += [mask_text] if i is not None else []
                 run = []
             else:

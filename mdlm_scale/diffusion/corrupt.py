@@ -5,6 +5,7 @@ a step draws a random number. B sequences, L positions, M masked real tokens.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,14 @@ class Batch:
     num_tokens: int  # real tokens, masked or not
 
     def to(self, device: torch.device) -> "Batch":
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in fields.items()})
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{k: v.pin_memory() if isinstance(v, Tensor) else v for k, v in fields.items()})
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        tensors = {f.name: v for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        return dataclasses.replace(self, **{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
 def corrupt(x_BL: Tensor, is_masked_BL: Tensor, *, mask_id: int) -> Tensor:

@@ -41,7 +41,7 @@ def random_bits(seed: int, stream: str, step: int, slot_B: Tensor, count: int) -
     """`count` words of 32 bits for each slot, (B, count) int64: counter (i // 4, slot, step, stream), lane i % 4."""
     block = torch.arange(-(-count // 4), device=slot_B.device)
     counter = (block, slot_B[:, None], torch.tensor(step, device=slot_B.device), torch.tensor(stream_id(stream)))
-    lanes = philox(seed, tuple(torch.broadcast_tensors(*counter)))  # type: ignore[arg-type]
+    lanes = philox(seed, tuple(torch.broadcast_tensors(*counter)))
     return torch.stack(lanes, dim=-1).flatten(1)[:, :count]
 
 
@@ -91,7 +91,7 @@ def is_masked(seed: int, step: int, slot_B: Tensor, mask_prob_B: Tensor, length:
 
 
 def worst_over_mean(config: DiffusionConfig, schedule: Schedule, num_slots: int, num_parts: int) -> float:
-    """How uneven the masked work of `num_parts` contiguous blocks of slots is: largest over mean, averaged over steps."""
+    """How uneven the masked work of contiguous blocks of slots is: largest over mean, averaged over steps."""
     ratios = []
     for step in range(32):
         work_P = schedule.mask_prob(times(config, 0, step, num_slots)).view(num_parts, -1).sum(1)

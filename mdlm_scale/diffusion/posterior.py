@@ -23,7 +23,7 @@ def stay_masked_prob(mask_prob_s: Tensor, mask_prob_t: Tensor) -> Tensor:
 
 
 def posterior_probs(z_t_BL: Tensor, x_BLV: Tensor, mask_prob_s: Tensor, mask_prob_t: Tensor, *, mask_id: int) -> Tensor:
-    """q(z_s | z_t, x), MDLM equation 6; `x_BLV` is the one-hot clean token or, for p(z_s | z_t), the network's guess."""
+    """q(z_s | z_t, x), MDLM equation 6; `x_BLV` is the one-hot token or, for p(z_s | z_t), the network's guess."""
     stay_B11 = stay_masked_prob(mask_prob_s, mask_prob_t)[:, None, None]
     vocab_size = x_BLV.shape[-1]
     mask_V = F.one_hot(torch.tensor(mask_id, device=z_t_BL.device), vocab_size).to(x_BLV.dtype)
@@ -32,7 +32,7 @@ def posterior_probs(z_t_BL: Tensor, x_BLV: Tensor, mask_prob_s: Tensor, mask_pro
 
 
 def subs_log_probs(logits_BLV: Tensor, z_BL: Tensor, *, mask_id: int) -> Tensor:
-    """The network's log p(x | z): the mask is never an answer, and a readable token is its own (MDLM, section 3.2.3)."""
+    """The network's log p(x | z): the mask is no answer, and a readable token is its own (MDLM, section 3.2.3)."""
     is_mask_V = F.one_hot(torch.tensor(mask_id, device=z_BL.device), logits_BLV.shape[-1]).bool()
     answer_BLV = torch.log_softmax(logits_BLV.masked_fill(is_mask_V, -torch.inf), dim=-1)
     readable_BLV = torch.where(F.one_hot(z_BL, logits_BLV.shape[-1]).bool(), 0.0, -torch.inf).to(answer_BLV.dtype)

@@ -194,5 +194,7 @@ def faults(config: ModelConfig) -> list[str]:
         near = sorted(sorted(near, key=lambda h: abs(h - heads))[:3])
         found.append(f"model.num_heads={heads} does not divide model.hidden_size={width}. Nearest that work: {near}.")
     elif width // heads % 2:
-        found.append(f"model.hidden_size / num_heads = {width // heads} is odd; the rotary embedding needs an even one.")
+        found.append(
+            f"model.hidden_size / num_heads = {width // heads} is odd; the rotary embedding needs an even one."
+        )
     return found

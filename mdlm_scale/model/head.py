@@ -97,7 +97,9 @@ class _MaskedCrossEntropy(torch.autograd.Function):
         num_rows, vocab_size = len(hidden_MD), len(weight_VD)
         nll_M = hidden_MD.new_empty(num_rows, dtype=wide)
         local_target_M = target_M - shard.start
-        is_here_M = (local_target_M >= 0) & (local_target_M < (shard.num_valid if shard.num_valid is not None else vocab_size))
+        is_here_M = (local_target_M >= 0) & (
+            local_target_M < (shard.num_valid if shard.num_valid is not None else vocab_size)
+        )
         local_target_M = torch.where(is_here_M, local_target_M, 0)
         weight_M = row_weight_M.to(wide)
         excluded = _excluded_columns(vocab_size, mask_id, shard)
@@ -126,7 +128,9 @@ class _MaskedCrossEntropy(torch.autograd.Function):
             # d nats / d logit = softmax - onehot, times the row's weight
             scale_R = weight_M[at] * (own_max_R - max_R).exp_() / sum_R
             d_logits_RV = exp_RV.mul_(scale_R[:, None])
-            d_logits_RV.scatter_add_(1, local_target_M[at, None], torch.where(is_here_M[at], -weight_M[at], 0.0)[:, None])
+            d_logits_RV.scatter_add_(
+                1, local_target_M[at, None], torch.where(is_here_M[at], -weight_M[at], 0.0)[:, None]
+            )
             d_bias_V += d_logits_RV.sum(0)
             d_logits_RV = d_logits_RV.to(hidden_MD.dtype)
             torch.mm(d_logits_RV, weight_VD, out=d_hidden_MD[at])

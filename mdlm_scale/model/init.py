@@ -44,7 +44,7 @@ def init_model(model: nn.Module, seed: int) -> None:
 
 
 def _fill(name: str, shapes: dict[str, torch.Size]) -> Fill:
-    module, _, kind = name.rpartition(".")
+    module = name.rpartition(".")[0]
     if module.rpartition(".")[2].startswith("norm"):
         return Fill(1.0)
     if module.endswith("modulation") or module == "head":

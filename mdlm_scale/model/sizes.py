@@ -1,5 +1,6 @@
 """What a model costs: parameters, floating-point operations, bytes; and what this machine's matrix product delivers."""
 
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -40,16 +41,15 @@ def sizes(config: ModelConfig, vocab_size: int, length: int) -> Sizes:
     )
 
 
-def gemm_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.3, size: int | None = None) -> float:
+def gemm_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
     """Operations a second of a square matrix product here and now: the yardstick that step times are held against."""
-    size = size or (4096 if device.type == "cuda" else 1024)
-    a = torch.ones(size, size, device=device, dtype=dtype)
-    b = torch.ones(size, size, device=device, dtype=dtype)
-    best, deadline = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < deadline or best == float("inf"):
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
         start = time.perf_counter()
         torch.mm(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
+        times.append(time.perf_counter() - start)
+    return 2.0 * size**3 / statistics.median(times)

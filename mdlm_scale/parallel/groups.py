@@ -25,7 +25,9 @@ def world(environment: Mapping[str, str] = os.environ) -> World:
         if names[0] in environment:
             missing = [name for name in names if name not in environment]
             if missing:
-                raise ConfigError(f"The launcher set {names[0]} but not {', '.join(missing)}; it must set all of {names}.")
+                raise ConfigError(
+                    f"The launcher set {names[0]} but not {', '.join(missing)}; it must set all of {names}."
+                )
             rank, size, local_rank = (int(environment[name]) for name in names)
             return World(rank, size, local_rank)
     return World()

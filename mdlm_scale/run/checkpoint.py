@@ -1,7 +1,7 @@
 """Checkpoints: a directory `step-000123/` that is complete or absent.
 
-    manifest.json             counters, config, layout, versions, data fingerprint, index of tensors, sha256 of each file
-    rank-00000.safetensors    this rank's boxes of the weights (`model/`), moments (`exp_avg/`, `exp_avg_sq/`) and `ema/`
+    manifest.json             counters, config, layout, versions, data fingerprint, index of tensors, sha256 of files
+    rank-00000.safetensors    a rank's boxes of weights (`model/`), moments (`exp_avg/`, `exp_avg_sq/`) and `ema/`
 
 It is written aside, the manifest last, synced to disk and renamed. Global shapes are those of the whole model. Nothing
 here is unpickled.
@@ -49,7 +49,9 @@ class State:
         return State(self.step + 1, self.updates, [*self.skipped_steps, self.step])
 
 
-def save(folder: Path, state: State, engine: Engine, ema: Ema, config: Config, layout: Layout, fingerprints: dict[str, str]) -> Path:
+def save(
+    folder: Path, state: State, engine: Engine, ema: Ema, config: Config, layout: Layout, fingerprints: dict[str, str]
+) -> Path:
     """Write one checkpoint below `folder` and return its path."""
     final = folder / f"step-{state.step:06d}"
     aside = final.with_name(final.name + ".tmp")
@@ -80,7 +82,9 @@ def save(folder: Path, state: State, engine: Engine, ema: Ema, config: Config, l
         _sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(f"{final} could not be written: {error}. Free some space or choose another run.dir.") from error
+        raise CheckpointError(
+            f"{final} could not be written: {error}. Free some space or choose another run.dir."
+        ) from error
     return final
 
 
@@ -149,7 +153,7 @@ def verify(path: Path, manifest: dict[str, Any]) -> None:
 
 def _tensors(shards: dict[str, Shard], ema: Ema) -> dict[str, Tensor]:
     """Every tensor of this rank, aliasing the engine's and the average's memory."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, shard in shards.items():
         flats = (shard.master, shard.exp_avg, shard.exp_avg_sq, ema.flats[name])
         tensors |= {f"{kind}/{name}": flat.view(shard.shape) for kind, flat in zip(KINDS, flats, strict=True)}
@@ -175,8 +179,11 @@ def _versions() -> dict[str, str | None]:
     except (OSError, subprocess.TimeoutExpired):
         git = ""
     return {
-        "mdlm_scale": mdlm_scale.__version__, "git": git or None, "torch": torch.__version__, "python": platform.python_version()
-    }  # fmt: skip
+        "mdlm_scale": mdlm_scale.__version__,
+        "git": git or None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The exponential moving average of the master weights: one flat tensor a parameter, the same ranges as the engine's."""
+"""The moving average of the master weights: one flat tensor a parameter, the same ranges as the engine's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

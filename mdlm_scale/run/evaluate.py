@@ -31,7 +31,12 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, source: Source, config: EvaluateConfig, diffusion: DiffusionConfig, micro_batch_size: int, mask_id: int
+    engine: Engine,
+    source: Source,
+    config: EvaluateConfig,
+    diffusion: DiffusionConfig,
+    micro_batch_size: int,
+    mask_id: int,
 ) -> Evaluation:
     """NELBO and perplexity of the first rows of `source` under the engine's weights."""
     diffusion = dataclasses.replace(diffusion, weight=LossWeight.elbo, time_sampling=TimeSampling.lattice)
@@ -70,5 +75,7 @@ def _ratio(sums: list[float], counts: list[int], num_rows: int) -> Evaluation:
 def faults(config: EvaluateConfig) -> list[str]:
     found = [f"evaluate.every={config.every} must be at least 1."] if config.every < 1 else []
     if config.rows != 0 and config.rows < 2 * BLOCK:
-        found.append(f"evaluate.rows={config.rows} must be 0 (all rows) or at least {2 * BLOCK}: an error needs two blocks.")
+        found.append(
+            f"evaluate.rows={config.rows} must be 0 (all rows) or at least {2 * BLOCK}: an error needs two blocks."
+        )
     return found

@@ -21,8 +21,8 @@ class Guard:
         """The loss, which is a sum over all ranks: every rank judges the same number."""
         return math.isfinite(report.nelbo)
 
-    def judge_norm(self, grad_norm: float) -> bool:
-        return math.isfinite(grad_norm)
+    def judge_norm(self, loss_is_fine: bool, grad_norm: float) -> bool:
+        return loss_is_fine and math.isfinite(grad_norm)
 
     def settle(self, step: int, report: Report, update: Update, last_checkpoint: str | None) -> None:
         """Count the refusals; a TrainingError once there are more in a row than allowed."""

@@ -1,6 +1,7 @@
 """A run from its first step to its last: the order in which things happen, and nothing else."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mdlm_scale.config import Config
@@ -46,14 +47,16 @@ def train(run: Run, state: State) -> State:
         report = forward_backward(engine, batches, run.groups)  # sums over the global batch
         loss_is_fine = run.guard.judge(report)
         lr = lr_at(config.optimizer, state.step)
-        update = engine.step(lambda norm, fine=loss_is_fine: fine and run.guard.judge_norm(norm), lr)
+        update = engine.step(partial(run.guard.judge_norm, loss_is_fine), lr)
         run.guard.settle(state.step, report, update, str(run.last_checkpoint) if run.last_checkpoint else None)
         state = state.after(update)
         if update.applied:
             run.ema.update(engine, state.updates)
         run.metrics.train(state, report, update, lr)
         if not update.applied:
-            run.metrics.event(state.step, f"step {state.step - 1} was skipped: nelbo {report.nelbo}, norm {update.grad_norm}")
+            run.metrics.event(
+                state.step, f"step {state.step - 1} was skipped: nelbo {report.nelbo}, norm {update.grad_norm}"
+            )
         paused = run.metrics.pause()
         if _due(state.step, config.evaluate.every, config.train.num_steps):
             _evaluate(run, state)
@@ -73,7 +76,12 @@ def _evaluate(run: Run, state: State) -> None:
     config = run.config
     with run.ema.swapped(run.engine):
         evaluation = evaluate(
-            run.engine, run.validation, config.evaluate, config.diffusion, config.batch.micro_batch_size, run.loader.mask_id
+            run.engine,
+            run.validation,
+            config.evaluate,
+            config.diffusion,
+            config.batch.micro_batch_size,
+            run.loader.mask_id,
         )
     run.metrics.evaluated(state.step, evaluation, run.validation.unigram_perplexity(evaluation.num_rows))
 

@@ -117,7 +117,7 @@ def _print_plan(config: Config, data: Data) -> None:
     size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
     state = size.state_bytes(dtype.itemsize, max(4, dtype.itemsize))
     print(f"# train: {data.train.describe()}; validation: {data.validation.describe()}")
-    print(f"# {size.num_parameters:,} parameters; {state / 1e9:.2f} GB of weights, gradients, moments and EMA; config is fine")
+    print(f"# {size.num_parameters:,} parameters; {state / 1e9:.2f} GB of weights, gradients, moments and EMA")
 
 
 def _resume_point(config: Config) -> Path | None:
@@ -200,14 +200,16 @@ def _same_data(path: Path, data: Data) -> None:
     differing = [key for key in now if before.get(key) != now[key]]
     if differing:
         raise CheckpointError(
-            f"{path} was trained on other data: {' and '.join(differing)} changed since. Restore it, or choose another run.dir."
+            f"{path} was trained on other data: {' and '.join(differing)} changed. Restore it, or choose another."
         )
 
 
 def _announce(
     config: Config, data: Data, size: Sizes, device: torch.device, dtype: torch.dtype, resume_from: Path | None
 ) -> None:
-    log.info(f"run {config.run.dir}: {'resuming ' + resume_from.name if resume_from else 'new'}, seed {config.run.seed}")
+    log.info(
+        f"run {config.run.dir}: {'resuming ' + resume_from.name if resume_from else 'new'}, seed {config.run.seed}"
+    )
     log.info(f"train {data.train.describe()}; validation {data.validation.describe()}")
     log.info(
         f"model {size.num_parameters:,} parameters, V {data.tokenizer.vocab_size}, mask id {data.tokenizer.mask_id}; "

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from mdlm_scale import config as config_module
 from mdlm_scale import log as log_module
 from mdlm_scale.config import Config, WandbMode
-from mdlm_scale.errors import UserError
+from mdlm_scale.errors import ConfigError
 from mdlm_scale.log import log
 from mdlm_scale.model.sizes import Sizes
 from mdlm_scale.parallel.engine import Update
@@ -78,8 +79,9 @@ class Metrics:
     def evaluated(self, step: int, evaluation: Evaluation, unigram_ppl: float) -> None:
         self.write("eval", step, {**vars(evaluation), "unigram_ppl": unigram_ppl})
         log.info(
-            f"step {step}: validation nelbo {evaluation.nelbo:.4f} +- {evaluation.nelbo_se:.4f}, ppl {evaluation.ppl:.3f} "
-            f"+- {evaluation.ppl_se:.3f} (EMA weights, {evaluation.num_rows} rows; unigram ppl {unigram_ppl:.2f})"
+            f"step {step}: validation nelbo {evaluation.nelbo:.4f} +- {evaluation.nelbo_se:.4f}, "
+            f"ppl {evaluation.ppl:.3f} +- {evaluation.ppl_se:.3f} "
+            f"(EMA weights, {evaluation.num_rows} rows; unigram ppl {unigram_ppl:.2f})"
         )
 
     def event(self, step: int, message: str) -> None:
@@ -103,9 +105,11 @@ class Metrics:
     def _progress(self, step: int, row: dict[str, Any]) -> str:
         per_step = (time.monotonic() - self.started) / (step - self.first_step)
         return (
-            f"step {step}/{self.num_steps} {step / self.num_steps:4.0%} | nelbo {row['nelbo']:.4f} ppl {row['ppl']:.2f} | "
-            f"grad {row['grad_norm']:.2f} lr {row['lr']:.1e} | {_short(row['tokens_per_second'])} tok/s "
-            f"{row['gemm_share']:.0%} of GEMM peak | eta {_duration((self.num_steps - step) * per_step)}"
+            f"step {step}/{self.num_steps} {step / self.num_steps:4.0%} | "
+            f"nelbo {row['nelbo']:.4f} ppl {row['ppl']:.2f} | "
+            f"grad {row['grad_norm']:.2f} lr {row['lr']:.1e} | "
+            f"{_short(row['tokens_per_second'])} tok/s {row['gemm_share']:.0%} of GEMM peak | "
+            f"eta {_duration((self.num_steps - step) * per_step)}"
         )
 
 
@@ -137,15 +141,19 @@ def _start_wandb(config: Config, folder: Path) -> Any:
 
     id_file = folder / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id())
+        id_file.write_text(uuid.uuid4().hex[:8])
     try:
         return wandb.init(
-            project=config.logging.project, id=id_file.read_text().strip(), resume="allow", dir=str(folder),
-            mode=config.logging.wandb.value, config=config_module.to_tree(config),
+            project=config.logging.project,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(folder),
+            mode="online" if config.logging.wandb is WandbMode.online else "offline",
+            config=config_module.to_tree(config),
             settings=wandb.Settings(silent=True, init_timeout=60),
-        )  # fmt: skip
+        )
     except wandb.errors.Error as error:
-        raise UserError(f"Weights & Biases did not start: {error}. Log in, or set logging.wandb to offline or off.") from error
+        raise ConfigError(f"Weights & Biases did not start: {error}. Log in, or set logging.wandb=offline.") from error
 
 
 def _json_safe(value: Any) -> Any:

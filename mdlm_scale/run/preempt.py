@@ -1,4 +1,4 @@
-"""When to stop early: a signal or the time limit sets a flag that stays set; the loop saves and the run can go on later."""
+"""When to stop early: a signal or the time limit sets a flag that stays set; the loop saves, a later run goes on."""
 
 import signal
 import time
