@@ -92,7 +92,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    hidden_size: int = 768  # D
+    hidden_size: int = 768  # D, width of the residual stream
     num_layers: int = 12  # DiT blocks
     num_heads: int = 12  # H; the head width D / H must be even, for the rotary embedding
     cond_size: int = 128  # width of the conditioning vector of adaLN
@@ -195,9 +195,10 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
-# What may differ between two attempts at one run. Everything else decides what the run computes.
+# What may differ between two attempts at one run. Everything else decides what the run computes. Data may move: that it
+# is the same is seen by its fingerprint.
 FREE_TO_CHANGE = (
-    "run.dir", "data.prefetch", "batch.micro_batch_size",
+    "run.dir", "data.train", "data.validation", "data.prefetch", "batch.micro_batch_size",
     "parallel", "train", "evaluate", "checkpoint", "guard", "logging",
 )  # fmt: skip
 
@@ -208,9 +209,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"There is no config file '{path}'. The recipes are in configs/, e.g. configs/debug.yaml.")
     raise_if_any(f"'{o}' is not an override of the form section.key=value." for o in overrides if "=" not in o)
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        tree = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, UnicodeDecodeError, YAMLError) as error:
+        file = OmegaConf.load(path)
+        if not OmegaConf.is_dict(file):
+            raise ConfigError(f"{path} must hold sections of `key: value` pairs at its top, not a list.")
+        tree = OmegaConf.to_container(OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides))), resolve=True)
+    except (OmegaConfBaseException, UnicodeDecodeError, YAMLError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return from_tree(tree, str(path))
 
@@ -274,7 +277,7 @@ def _convert(value: Any, hint: Any) -> Any:
     if issubclass(hint, StrEnum):
         if value is False and "off" in hint.__members__:  # YAML reads a bare `off` as false
             value = "off"
-        if value not in hint.__members__:
+        if not isinstance(value, str) or value not in hint.__members__:
             raise ValueError("one of " + ", ".join(hint.__members__))
         return hint(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)

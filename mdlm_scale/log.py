@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,8 @@ class _Terminal(logging.StreamHandler):
 
     def show(self, line: str) -> None:
         if line or self.live:
-            self.stream.write(_CLEAR + line)
+            # a line that wraps could not be cleared
+            self.stream.write(_CLEAR + line[: os.get_terminal_size(self.stream.fileno()).columns - 1])
             self.stream.flush()
         self.live = line
 
@@ -55,9 +57,19 @@ def also_to(path: Path) -> None:
 def live(line: str, last: bool = False) -> None:
     """Show progress: in place on a terminal, as a message now and then elsewhere; the last line stays either way."""
     global _last_message
-    terminal = next((h for h in log.handlers if isinstance(h, _Terminal) and h.stream.isatty()), None)
+    terminal = _terminal()
     if terminal is not None and log.isEnabledFor(logging.INFO):
         terminal.show("" if last else line)
     if last or (terminal is None and time.monotonic() - _last_message >= _FILE_SECONDS):
         _last_message = time.monotonic()
         log.info(line)
+
+
+def end_live() -> None:
+    """Clear the live line, if one is shown."""
+    if (terminal := _terminal()) is not None:
+        terminal.show("")
+
+
+def _terminal() -> _Terminal | None:
+    return next((h for h in log.handlers if isinstance(h, _Terminal) and h.stream.isatty()), None)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: a second thread costs more than it brings
 # Some virtual machines announce AMX and then fault on it: bf16 products there end the process. Read at first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-from mdlm_scale import train  # noqa: E402
+from mdlm_scale import train
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs" / "debug.yaml")

@@ -4,8 +4,7 @@
 another step. The thread only computes earlier what `at` would compute.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from mdlm_scale.config import BatchConfig, DiffusionConfig
@@ -41,10 +40,10 @@ class Loader:
         for k in wanted:
             if k not in self._ahead:
                 self._ahead[k] = self._thread.submit(self.make, k)
-        try:
-            return self._ahead.pop(step).result(TIMEOUT_SECONDS)
-        except FutureTimeout:
-            raise DataError(f"The data of step {step} did not come within {TIMEOUT_SECONDS:.0f} s.") from None
+        future = self._ahead.pop(step)
+        if not wait([future], TIMEOUT_SECONDS).done:
+            raise DataError(f"The data of step {step} did not come within {TIMEOUT_SECONDS:.0f} s.")
+        return future.result()
 
     def make(self, step: int) -> list[Batch]:
         """The same, computed here and now: noise and sample ids are functions of (seed, step, slot)."""

@@ -15,7 +15,7 @@ ROUNDS = 8
 
 def sample_ids(seed: int, step: int, slots: range, global_batch_size: int, num_rows: int) -> Tensor:
     """The rows that the given slots of a step train on, int64."""
-    position = step * global_batch_size + torch.tensor(slots)
+    position = step * global_batch_size + torch.arange(slots.start, slots.stop)
     return shuffled(seed, position // num_rows, position % num_rows, num_rows)
 
 

@@ -43,7 +43,8 @@ class Source:
 
     def fingerprint(self) -> str:
         """Equal for equal rows: what a resumed run compares."""
-        return hashlib.sha256(self.rows_NL.numpy().tobytes()).hexdigest()
+        shape = f"{tuple(self.rows_NL.shape)} {self.last_length} ".encode()
+        return hashlib.sha256(shape + self.rows_NL.numpy().tobytes()).hexdigest()
 
     def describe(self) -> str:
         num_rows, length = self.rows_NL.shape
@@ -68,6 +69,10 @@ def load(where: str, split: str, config: DataConfig, tokenizer: Tokenizer) -> So
             f"data.{split}='{where}' holds token id {largest}, but the vocabulary of tokenizer.name="
             f"'{tokenizer.name}' has {tokenizer.vocab_size} entries. Use the tokenizer that made the tokens."
         )
+    if bool((source.rows_NL == tokenizer.mask_id).any()):
+        raise DataError(
+            f"data.{split}='{where}' holds the mask token, id {tokenizer.mask_id}, which only noise may write."
+        )
     return source
 
 
@@ -83,7 +88,7 @@ def documents(where: str, split: str) -> Iterator[str]:
     if not path.is_file():
         raise DataError(f"data.{split}='{where}' is not a file. Give a text file (one document a line), or `python`.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"data.{split}='{where}' is not UTF-8 text: {error}.") from error
     yield from (line for line in lines if line.strip())

@@ -13,6 +13,7 @@ from typing import Any
 
 from mdlm_scale.config import TokenizerConfig
 from mdlm_scale.errors import ConfigError, raise_if_any
+from mdlm_scale.log import log
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,13 @@ def _hugging_face(name: str) -> Tokenizer:
 
     transformers_logging.set_verbosity_error()  # it warns of rows longer than a model we do not use
     try:
-        theirs = AutoTokenizer.from_pretrained(name)
+        try:
+            theirs = AutoTokenizer.from_pretrained(name, local_files_only=True)  # the network is asked last
+        except (OSError, ValueError):
+            if Path(name).is_dir():
+                raise
+            log.info(f"fetching tokenizer '{name}' from the Hugging Face hub")
+            theirs = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         kind = (
             "is a folder without a Hugging Face tokenizer"
@@ -105,6 +112,8 @@ def _hugging_face(name: str) -> Tokenizer:
             f"the tokenizer (tokenizer.json, or vocabulary files and tokenizer_config.json): tokenizer.name=FOLDER."
         ) from error
     vocabulary: dict[str, int] = theirs.get_vocab()
+    if set(vocabulary.values()) <= set(theirs.all_special_ids):
+        raise ConfigError(f"tokenizer.name='{name}' is a folder without a Hugging Face tokenizer: no vocabulary.")
     size = max(vocabulary.values()) + 1
     mask_id = theirs.mask_token_id if theirs.mask_token_id is not None else size
     eos_id = _first(theirs.eos_token_id, theirs.sep_token_id)
@@ -132,7 +141,8 @@ def _hugging_face(name: str) -> Tokenizer:
         pad_id=_first(theirs.pad_token_id if theirs.pad_token_id != mask_id else None, eos_id),
         bos_id=bos_id,
         eos_id=eos_id,
-        encode=lambda text: theirs.encode(text, add_special_tokens=False),
+        # text that happens to spell a special token is text: a clean row must never hold the mask
+        encode=lambda text: theirs.encode(text, add_special_tokens=False, split_special_tokens=True),
         decode=decode,
         fingerprint=_hash([sorted(vocabulary.items(), key=lambda item: item[1]), mask_id]),
     )

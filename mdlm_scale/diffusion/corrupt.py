@@ -59,7 +59,7 @@ def corrupted(
     dropout_sites: int = 0,
 ) -> Batch:
     """The training batch for these slots of this step: rows `x_BL` at times `t_B`, with their masks and weights."""
-    slot_B = torch.tensor(slots)
+    slot_B = torch.arange(slots.start, slots.stop)
     is_masked_BL = noise.is_masked(seed, step, slot_B, schedule.mask_prob(t_B), x_BL.shape[1])
     rows_M = torch.nonzero((is_masked_BL & is_token_BL).flatten()).squeeze(1)
     weight_B = objective.weight(schedule, t_B, num_times=config.num_times, kind=config.weight)

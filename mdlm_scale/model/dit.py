@@ -129,7 +129,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x_BLD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
-        weight_D, shift_B1D = at_least_fp32(self.weight), at_least_fp32(shift_B1D)
+        weight_D, shift_B1D, scale_B1D = (at_least_fp32(p) for p in (self.weight, shift_B1D, scale_B1D))
         if len(shift_B1D) == 1:  # one modulation for all samples is an ordinary LayerNorm
             scaled_D = weight_D * (1 + scale_B1D[0, 0])
             return F.layer_norm(x_BLD, weight_D.shape, scaled_D, shift_B1D[0, 0], eps=1e-5)
@@ -162,11 +162,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BLHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        turned = torch.empty(x_BLHSK.shape, dtype=x_BLHSK.dtype, device=x_BLHSK.device)
-        (first, second), (first_out, second_out) = x_BLHSK.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+        turned = torch.empty(x_BLHSK.shape, dtype=cos.dtype, device=x_BLHSK.device)
+        first, second = at_least_fp32(x_BLHSK).chunk(2, dim=-1)
+        first_out, second_out = turned.chunk(2, dim=-1)
         torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-1)
         torch.mul(second, cos, out=second_out).addcmul_(first, sin)
-        return turned
+        return turned.to(x_BLHSK.dtype)
 
     @staticmethod
     def backward(ctx: Any, d_turned: Tensor) -> tuple[Tensor, None, None]:
@@ -176,7 +177,8 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(x_BLHSK: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding: the first half of a head's channels is turned with the second, by an angle per position."""
-    cos, sin = (r.to(x_BLHSK.dtype)[:, None, None] for r in rotation)
+    wide = torch.float32 if x_BLHSK.dtype in kernels.HALF else x_BLHSK.dtype
+    cos, sin = (r.to(wide)[:, None, None] for r in rotation)
     return _Rotate.apply(x_BLHSK, cos, sin)
 
 

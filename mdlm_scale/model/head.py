@@ -142,12 +142,15 @@ class _MaskedCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(
                 shard.sum_hidden(d_hidden_MD), d_weight_VD.to(weight_VD.dtype), d_bias_V.to(bias_V.dtype)
             )
+        ctx.scaled = False
         ctx.mark_non_differentiable(nll_M)
         return (nll_M * weight_M).sum(), nll_M
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        assert not ctx.scaled, "this loss was differentiated already: its gradients are scaled in place, once"
+        ctx.scaled = True
         d_hidden_MD, d_weight_VD, d_bias_V = ctx.saved_tensors
         gradients = (d.mul_(d_sum.to(d.dtype)) for d in (d_hidden_MD, d_weight_VD, d_bias_V))
         return (*gradients, None, None, None, None, None, None)

@@ -21,8 +21,8 @@ class Sizes:
         return 3 * (self.block_flops * num_tokens + self.head_flops * num_masked)
 
     def state_bytes(self, weight_bytes: int, master_bytes: int) -> int:
-        """Weights and gradients, then master weights, both moments and the average, in one process."""
-        masters = 4 if weight_bytes != master_bytes else 3
+        """Weights and gradients, both moments and the average; in half precision also masters and their gradients."""
+        masters = 5 if weight_bytes != master_bytes else 3
         return self.num_parameters * (2 * weight_bytes + masters * master_bytes)
 
 

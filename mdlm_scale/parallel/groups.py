@@ -22,14 +22,18 @@ class World:
 def world(environment: Mapping[str, str] = os.environ) -> World:
     """This process among those that a launcher started; one process if none did."""
     for names in _LAUNCHERS:
-        if names[0] in environment:
-            missing = [name for name in names if name not in environment]
-            if missing:
-                raise ConfigError(
-                    f"The launcher set {names[0]} but not {', '.join(missing)}; it must set all of {names}."
-                )
-            rank, size, local_rank = (int(environment[name]) for name in names)
+        given = [name for name in names if name in environment]
+        if len(given) == len(names):
+            values = [environment[name] for name in names]
+            if not all(value.isdecimal() for value in values) or not int(values[0]) < int(values[1]):
+                raise ConfigError(f"{', '.join(names)} are {', '.join(values)}: no rank below a number of processes.")
+            rank, size, local_rank = map(int, values)
             return World(rank, size, local_rank)
+        if given and names[0] == "RANK":  # a shell inside a Slurm job has some of Slurm's, and that is no launcher
+            missing = [name for name in names if name not in given]
+            raise ConfigError(
+                f"The launcher set {', '.join(given)} but not {', '.join(missing)}; it must set all three."
+            )
     return World()
 
 

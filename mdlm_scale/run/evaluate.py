@@ -49,7 +49,7 @@ def evaluate(
         total, num_tokens = 0.0, 0
         for start in range(0, len(slots), micro_batch_size):
             part = slots[start : start + micro_batch_size]
-            x_BL, is_token_BL = source.rows(torch.tensor(part) + block * BLOCK)
+            x_BL, is_token_BL = source.rows(torch.arange(part.start, part.stop) + block * BLOCK)
             batch = corrupted(
                 x_BL, is_token_BL, t_N[part.start : part.stop],
                 config=diffusion, schedule=shape, seed=config.seed, step=block, slots=part, mask_id=mask_id,

@@ -49,8 +49,6 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
         _print_plan(config, _read_data(config))
         return 0
     resume_from = _resume_point(config)
-    if resume_from is None and (Path(config.run.dir) / "done").exists():
-        raise CheckpointError(f"run.dir={config.run.dir} is marked done but has no checkpoint. Choose another run.dir.")
     return _train(config, ranks, _read_data(config), resume_from)
 
 
@@ -144,6 +142,7 @@ def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_module.to_yaml(config))
+        (folder / "done").unlink(missing_ok=True)  # there again at the end; meanwhile scripts must not believe it
     except OSError as error:
         raise ConfigError(f"run.dir={folder} cannot be written: {error}.") from error
     log_module.also_to(folder / "log.txt")

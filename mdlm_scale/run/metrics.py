@@ -33,8 +33,8 @@ class Metrics:
         self.sizes = sizes
         self.gemm_rate = gemm_rate
         self.first_step = state.step
-        self.started = self.last_time = time.monotonic()
-        self.since_last_row = [0, 0, 0]  # steps, tokens, masked tokens
+        self.started = self.row_time = time.monotonic()
+        self.since_row = (0, 0)  # tokens and masked tokens since the last row
         path = self.folder / "metrics.jsonl"
         _forget_after(path, state.step)
         self.file = path.open("a", encoding="utf-8")
@@ -45,21 +45,16 @@ class Metrics:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Close on every way out of the run; a crash is told to Weights & Biases."""
+        log_module.end_live()
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
 
     def train(self, state: State, report: Report, update: Update, lr: float) -> None:
         """After each step: refresh the progress line; every n steps and at the end, a row."""
-        steps, tokens, masked = self.since_last_row
-        self.since_last_row = [steps + 1, tokens + report.num_tokens, masked + report.num_masked]
-        last = state.step == self.num_steps
-        if state.step % self.every and not last:
-            return
+        tokens, masked = self.since_row = (self.since_row[0] + report.num_tokens, self.since_row[1] + report.num_masked)
         now = time.monotonic()
-        steps, tokens, masked = self.since_last_row
-        seconds = now - self.last_time
-        self.last_time, self.since_last_row = now, [0, 0, 0]
+        seconds = now - self.row_time
         row = {
             "nelbo": report.nelbo,
             "ppl": perplexity(report.nelbo),
@@ -73,7 +68,10 @@ class Metrics:
             "gemm_share": self.sizes.step_flops(tokens, masked) / seconds / self.gemm_rate,
             "seconds": now - self.started,
         }
-        self.write("train", state.step, row)
+        last = state.step == self.num_steps
+        if last or state.step % self.every == 0:
+            self.write("train", state.step, row)
+            self.row_time, self.since_row = now, (0, 0)
         log_module.live(self._progress(state.step, row), last)
 
     def evaluated(self, step: int, evaluation: Evaluation, unigram_ppl: float) -> None:
@@ -93,7 +91,7 @@ class Metrics:
         return time.monotonic()
 
     def resume(self, paused: float) -> None:
-        self.last_time += time.monotonic() - paused
+        self.row_time += time.monotonic() - paused
 
     def write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
         """One row, on disk before the call returns."""
