@@ -7,6 +7,7 @@ This is the only door to omegaconf, which parses and interpolates; the typing is
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -283,7 +284,7 @@ def _convert(value: Any, hint: Any) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int and number and float(value).is_integer():
         return int(value)
-    if hint is float and number:
+    if hint is float and number and math.isfinite(value):
         return float(value)
     if hint in (bool, str) and isinstance(value, hint):
         return value

@@ -108,26 +108,27 @@ def is_dropped(key_B: Tensor, position_L: Tensor, num_channels: int, drop_prob: 
     """Which activations fall, (B, L, D) bool: a hash of (position, channel) under the sample's key.
 
     Philox would cost more than the dropout: here positions and channels are mixed well once each, and an element costs
-    an add, two multiplications and a shift-xor on int32, which wraps.
+    two xors, two multiplications and a shift on int32, which wraps. (The first xor must not be a sum: two channels would
+    then differ by a constant that the multiplication keeps, and some pairs would fall together.)
     """
     row_BL = _mix32(key_B[:, None] ^ _mix32(position_L.to(torch.int32))[None, :])
     channel_D = _mix32(torch.arange(num_channels, dtype=torch.int32, device=key_B.device) + 0x5BD1E995)
-    hash_BLD = (row_BL[:, :, None] + channel_D).mul_(0x2C1B3C6D)
+    hash_BLD = (row_BL[:, :, None] ^ channel_D).mul_(0x2C1B3C6D)
     hash_BLD.bitwise_xor_((hash_BLD >> 15).bitwise_and_(0x1FFFF)).mul_(0x297A2D39)
     return hash_BLD < math.floor(drop_prob * 2**32) - 2**31
 
 
+@lru_cache
 def _golden_step(n: int) -> int:
     """The integer coprime to n that is nearest to n times the golden ratio's fraction."""
-    near = round(n * (math.sqrt(5) - 1) / 2)
-    candidates = (near + sign * distance for distance in range(n + 1) for sign in (1, -1))
-    return next(a for a in candidates if math.gcd(a, n) == 1)
+    golden = n * (math.sqrt(5) - 1) / 2
+    return min((a for a in range(1, n + 1) if math.gcd(a, n) == 1), key=lambda a: abs(a - golden))
 
 
 def _mix32(x: Tensor) -> Tensor:
     """A bijection of int32 that scatters every input bit over the word."""
-    for multiplier in (0x21F0AAAD, 0x735A2D97):
-        x = (x ^ ((x >> 16) & 0xFFFF)) * multiplier
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
     return x ^ ((x >> 15) & 0x1FFFF)
 
 

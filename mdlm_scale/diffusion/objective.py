@@ -38,7 +38,7 @@ def nll(log_probs_BLV: Tensor, x_BL: Tensor, weight_B: Tensor) -> Tensor:
 
 def nelbo_sum(log_probs_BLV: Tensor, x_BL: Tensor, is_token_BL: Tensor, weight_B: Tensor) -> Tensor:
     """The bound summed over the real tokens. Training computes the same number in `model/head`, on masked rows only."""
-    return (nll(log_probs_BLV, x_BL, weight_B) * is_token_BL).sum()
+    return nll(log_probs_BLV, x_BL, weight_B)[is_token_BL].sum()
 
 
 def prior(schedule: Schedule, vocab_size: int) -> float:
