@@ -108,8 +108,8 @@ def is_dropped(key_B: Tensor, position_L: Tensor, num_channels: int, drop_prob: 
     """Which activations fall, (B, L, D) bool: a hash of (position, channel) under the sample's key.
 
     Philox would cost more than the dropout: here positions and channels are mixed well once each, and an element costs
-    two xors, two multiplications and a shift on int32, which wraps. (The first xor must not be a sum: two channels would
-    then differ by a constant that the multiplication keeps, and some pairs would fall together.)
+    two xors, two multiplications and a shift on int32, which wraps. (Were the first xor a sum, two channels would
+    differ by a constant that the multiplication keeps, and some pairs would fall together.)
     """
     row_BL = _mix32(key_B[:, None] ^ _mix32(position_L.to(torch.int32))[None, :])
     channel_D = _mix32(torch.arange(num_channels, dtype=torch.int32, device=key_B.device) + 0x5BD1E995)
@@ -126,10 +126,14 @@ def _golden_step(n: int) -> int:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A bijection of int32 that scatters every input bit over the word."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
-    return x ^ ((x >> 15) & 0x1FFFF)
+    """A bijection of int32 that scatters every input bit over the word.
+
+    In int64, masked after each product: compilers may assume that int32 arithmetic on a known range does not wrap.
+    """
+    x = x.long() & _LOW32
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW32
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _LOW32
+    return _to_int32(x ^ (x >> 15))
 
 
 def _to_int32(bits: Tensor) -> Tensor:

@@ -179,6 +179,9 @@ def rotate(x_BLHSK: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding: the first half of a head's channels is turned with the second, by an angle per position."""
     wide = torch.float32 if x_BLHSK.dtype in kernels.HALF else x_BLHSK.dtype
     cos, sin = (r.to(wide)[:, None, None] for r in rotation)
+    if torch.compiler.is_compiling():  # the compiler fuses the formula, and does not take the in-place version
+        first, second = at_least_fp32(x_BLHSK).chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BLHSK.dtype)
     return _Rotate.apply(x_BLHSK, cos, sin)
 
 
@@ -191,12 +194,10 @@ def faults(config: ModelConfig) -> list[str]:
     if found:
         return found
     width, heads = config.hidden_size, config.num_heads
-    if width % heads:
-        near = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
-        near = sorted(sorted(near, key=lambda h: abs(h - heads))[:3])
-        found.append(f"model.num_heads={heads} does not divide model.hidden_size={width}. Nearest that work: {near}.")
-    elif width // heads % 2:
-        found.append(
-            f"model.hidden_size / num_heads = {width // heads} is odd; the rotary embedding needs an even one."
-        )
+    if width % heads or width // heads % 2:
+        fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
+        near = ", ".join(map(str, sorted(sorted(fitting, key=lambda h: abs(h - heads))[:3])))
+        fault = "does not divide" if width % heads else f"gives an odd head width, {width // heads}, with"
+        advice = f"Nearest that work: {near}." if near else "The width must be even: the rotary embedding turns pairs."
+        found.append(f"model.num_heads={heads} {fault} model.hidden_size={width}. {advice}")
     return found

@@ -15,7 +15,7 @@ MISTAKES = {
     "wrong type": (["train.num_steps=many"], "train.num_steps='many' must be a whole number."),
     "batch": (["batch.global_batch_size=10"], "Nearest that work: 8, 12."),
     "heads": (["model.num_heads=5"], "model.num_heads=5 does not divide model.hidden_size=32"),
-    "odd head": (["model.hidden_size=36", "model.num_heads=12"], "is odd"),
+    "odd head": (["model.hidden_size=36", "model.num_heads=12"], "gives an odd head width, 3"),
     "length": (["data.length=1"], "data.length=1 must be at least 3"),
     "num_times": (["diffusion.num_times=0"], "diffusion.num_times=0 must be at least 1"),
     "t_min": (["diffusion.t_min=1.5"], "diffusion.t_min=1.5 must lie strictly between 0 and 1"),
