@@ -53,11 +53,16 @@ def set_adam_step(optimizer: torch.optim.Optimizer, step: int) -> None:
             state["step"] = torch.tensor(float(step), device=p.device)
 
 
-def keep_freed_memory() -> None:
-    """Let the C library reuse freed blocks instead of returning each large one to the system and paying for its pages
-    again: a quarter of a training step on a CPU. Elsewhere than on glibc nothing happens."""
+def tune_cpu() -> None:
+    """Two settings of this process that make a CPU train up to twice as fast; call before the first parallel work.
+
+    Attention's gradients soon hold numbers below 1e-38, which a CPU computes with many times slower: they become 0 (the
+    threads of a parallel region inherit that from their maker). And the C library is told to reuse freed blocks, rather
+    than return each large one to the system and pay for its pages again: a quarter of a step.
+    """
+    torch.set_flush_denormal(True)
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
+    if hasattr(library, "mallopt"):  # glibc
         m_mmap_max, m_trim_threshold = -4, -1
         library.mallopt(m_mmap_max, 0)
         library.mallopt(m_trim_threshold, -1)

@@ -4,6 +4,8 @@ B sequences, L positions, H heads, K head width.
 """
 
 import math
+import os
+import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -158,6 +160,10 @@ def test_an_optimizer_that_counts_by_group_is_set_too() -> None:
     assert optimizer.param_groups[0]["step"] == 9
 
 
-def test_keeping_freed_memory_is_harmless() -> None:
-    kernels.keep_freed_memory()
-    assert torch.ones(1 << 20).sum() == 1 << 20
+def test_tuned_cpu_flushes_tiny_numbers_on_every_thread() -> None:
+    """In a process of its own, since threads inherit the setting when they are made."""
+    work = "import torch; from mdlm_scale import kernels; kernels.tune_cpu(); " \
+        "print(float(torch.full((1 << 22,), 1e-30).mul(1e-10).max()))"  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", work]
+    assert subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60).stdout == "0.0\n"

@@ -60,7 +60,7 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[Precision(args.dtype)]
     if device.type == "cpu":
-        kernels.keep_freed_memory()
+        kernels.tune_cpu()
 
     width, layers, heads = SIZES[args.size]
     config = ModelConfig(hidden_size=width, num_layers=layers, num_heads=heads, dropout=args.dropout)

@@ -43,6 +43,8 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
     """`python -m mdlm_scale.train`: returns the exit code."""
     ranks = world()
     log_module.start(ranks.rank)
+    if not torch.cuda.is_available():
+        kernels.tune_cpu()
     config = config_module.load(config_path, overrides)
     raise_if_any(faults(config, ranks))
     if check_only:
@@ -148,8 +150,6 @@ def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -
     log_module.also_to(folder / "log.txt")
     device = _device(config, ranks)
     dtype = DTYPES[config.train.precision]
-    if device.type == "cpu":
-        kernels.keep_freed_memory()
     size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
     _announce(config, data, size, device, dtype, resume_from)
 
