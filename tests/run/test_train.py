@@ -111,7 +111,7 @@ def test_debug_recipe_learns(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     nelbo = [row["nelbo"] for row in rows(tmp_path / "run", "train")]
     assert len(nelbo) >= 5
-    assert sum(nelbo[-3:]) < 0.85 * sum(nelbo[:3])
+    assert max(nelbo[-5:]) < 0.8 * nelbo[0]
     assert checkpoint.newest(tmp_path / "run") is not None
 
 
