@@ -3,13 +3,12 @@
     python tools/bench_step.py                                  the paper's small model, 4096 tokens a step
     python tools/bench_step.py --size tiny --tokens 8192 --length 256 --repeat 5 --json step.json
 
-Every repetition measures in turn the GEMM rate, the forward and backward pass, the same without dropout, the head and
-loss alone, and optimizer + EMA; ratios are formed within a repetition and the medians are printed. `blocks` is the
-forward and backward pass less dropout, head and loss (it holds the embedding too).
+Every repetition measures in turn the GEMM rate, the forward and backward pass, the head and loss alone, the dropout
+alone, and optimizer + EMA; ratios are formed within a repetition and the medians are printed. `blocks` is the forward
+and backward pass less dropout, head and loss (it holds the embedding too).
 """
 
 import argparse
-import dataclasses
 import json
 import resource
 import statistics
@@ -85,17 +84,23 @@ def main() -> int:
         config=diffusion, schedule=schedule.from_config(diffusion), seed=0, step=0, slots=range(num_rows),
         mask_id=args.vocab - 1, dropout_sites=model.num_dropout_sites,
     ).to(device)  # fmt: skip
-    without_dropout = dataclasses.replace(batch, dropout_keys=None)
     with torch.no_grad():
         hidden_BLD = model.hidden(batch.z_BL, batch.sigma_B, None)
     hidden_MD = hidden_BLD.flatten(0, 1)[batch.rows_M].detach().requires_grad_()
 
-    def forward_backward(of: corrupt.Batch) -> None:
-        engine.forward_backward([of], args.tokens)
+    y_BLD = torch.ones_like(hidden_BLD, requires_grad=True)
+
+    def forward_backward() -> None:
+        engine.forward_backward([batch], args.tokens)
 
     def head_and_loss() -> None:
         model.head(hidden_MD, batch.target_M, batch.weight_M)[0].backward()
         hidden_MD.grad = None
+
+    def dropout() -> None:
+        for keys in () if batch.dropout_keys is None else batch.dropout_keys:
+            model.blocks[0].drop(y_BLD, keys[None], 0).backward(hidden_BLD)
+            y_BLD.grad = None
 
     def update() -> None:
         engine.step(lambda norm: True, 0.0)
@@ -108,30 +113,26 @@ def main() -> int:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def discard() -> None:
-        engine.step(lambda norm: False, 0.0)
-
-    forward_backward(batch)
+    forward_backward()
     update()  # the first of each pays for memory and set-up
     flops = sizes(config, args.vocab, args.length).step_flops(args.tokens, len(batch.rows_M))
     runs = []
     for _ in range(args.repeat):
         before = gemm_rate(device, dtype)
-        full = seconds(partial(forward_backward, batch))
+        full = seconds(forward_backward)
         after = gemm_rate(device, dtype)
         optimizer = seconds(update)
-        bare = seconds(partial(forward_backward, without_dropout)) if args.dropout else full
-        discard()
+        dropped = seconds(dropout)
         head = seconds(head_and_loss)
-        discard()
+        model.head.zero_grad()
         rate = (before + after) / 2
         runs.append(
             {
                 "gemm_gflops": rate / 1e9,
                 "forward_backward_seconds": full,
-                "blocks_seconds": bare - head,
+                "blocks_seconds": full - head - dropped,
                 "head_and_loss_seconds": head,
-                "dropout_seconds": full - bare,
+                "dropout_seconds": dropped,
                 "optimizer_and_ema_seconds": optimizer,
                 "share_of_limit": flops / full / rate,
                 "tokens_per_second": args.tokens / (full + optimizer),

@@ -105,7 +105,7 @@ class _MaskedCrossEntropy(torch.autograd.Function):
         excluded = _excluded_columns(vocab_size, mask_id, shard)
         if with_gradient:
             d_hidden_MD = torch.empty_like(hidden_MD)
-            d_weight_VD = torch.zeros_like(weight_VD, dtype=wide)
+            d_weight_VD = torch.empty_like(weight_VD, dtype=wide)
             d_bias_V = torch.zeros_like(bias_V, dtype=wide)
         # a row stride that is a multiple of 64 elements keeps the CPU's matrix product on its fast path
         stride = -(-vocab_size // 64) * 64
@@ -134,10 +134,14 @@ class _MaskedCrossEntropy(torch.autograd.Function):
             d_bias_V += d_logits_RV.sum(0)
             d_logits_RV = d_logits_RV.to(hidden_MD.dtype)
             torch.mm(d_logits_RV, weight_VD, out=d_hidden_MD[at])
-            if wide == hidden_MD.dtype:
-                d_weight_VD.addmm_(d_logits_RV.t(), hidden_MD[at])
+            if wide == hidden_MD.dtype:  # beta 0 for the first chunk: what the memory held before does not count
+                torch.addmm(d_weight_VD, d_logits_RV.t(), hidden_MD[at], beta=float(start > 0), out=d_weight_VD)
+            elif start == 0:
+                d_weight_VD.copy_(d_logits_RV.t() @ hidden_MD[at])
             else:
                 d_weight_VD += d_logits_RV.t() @ hidden_MD[at]
+        if with_gradient and num_rows == 0:
+            d_weight_VD.zero_()
         if with_gradient:
             ctx.save_for_backward(
                 shard.sum_hidden(d_hidden_MD), d_weight_VD.to(weight_VD.dtype), d_bias_V.to(bias_V.dtype)
