@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdlm_scale.config import DiffusionConfig
+from mdlm_scale.config import DiffusionConfig, LossWeight
 from mdlm_scale.diffusion import noise, objective
 from mdlm_scale.diffusion.schedule import Schedule
 
@@ -25,7 +25,8 @@ class Batch:
     is_token_BL: Tensor  # False where the row is padded; padding is corrupted and read, but not scored
     rows_M: Tensor  # masked real tokens, as indices into the flattened (B * L)
     target_M: Tensor  # their clean tokens
-    weight_M: Tensor  # what their cross entropies count, float64
+    weight_M: Tensor  # what their cross entropies count in the loss, float64
+    elbo_weight_M: Tensor  # and in the bound: the same, unless the loss is weighted otherwise
     dropout_keys: Tensor | None  # (sites, B) int32; None is no dropout
     num_tokens: int  # real tokens, masked or not
 
@@ -62,7 +63,11 @@ def corrupted(
     slot_B = torch.arange(slots.start, slots.stop)
     is_masked_BL = noise.is_masked(seed, step, slot_B, schedule.mask_prob(t_B), x_BL.shape[1])
     rows_M = torch.nonzero((is_masked_BL & is_token_BL).flatten()).squeeze(1)
-    weight_B = objective.weight(schedule, t_B, num_times=config.num_times, kind=config.weight)
+    row_M = rows_M // x_BL.shape[1]
+    weight_B, elbo_weight_B = (
+        objective.weight(schedule, t_B, num_times=config.num_times, kind=kind)
+        for kind in (config.weight, LossWeight.elbo)
+    )
     return Batch(
         x_BL=x_BL,
         z_BL=corrupt(x_BL, is_masked_BL, mask_id=mask_id),
@@ -71,7 +76,8 @@ def corrupted(
         is_token_BL=is_token_BL,
         rows_M=rows_M,
         target_M=x_BL.flatten()[rows_M],
-        weight_M=weight_B[rows_M // x_BL.shape[1]],
+        weight_M=weight_B[row_M],
+        elbo_weight_M=elbo_weight_B[row_M],
         dropout_keys=noise.dropout_keys(seed, step, slot_B, dropout_sites) if dropout_sites else None,
         num_tokens=int(is_token_BL.sum()),
     )

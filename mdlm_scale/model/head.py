@@ -97,15 +97,14 @@ class _MaskedCrossEntropy(torch.autograd.Function):
         num_rows, vocab_size = len(hidden_MD), len(weight_VD)
         nll_M = hidden_MD.new_empty(num_rows, dtype=wide)
         local_target_M = target_M - shard.start
-        is_here_M = (local_target_M >= 0) & (
-            local_target_M < (shard.num_valid if shard.num_valid is not None else vocab_size)
-        )
+        num_valid = vocab_size if shard.num_valid is None else shard.num_valid
+        is_here_M = (local_target_M >= 0) & (local_target_M < num_valid)
         local_target_M = torch.where(is_here_M, local_target_M, 0)
         weight_M = row_weight_M.to(wide)
-        excluded = _excluded_columns(vocab_size, mask_id, shard)
+        excluded = _excluded_columns(vocab_size, num_valid, mask_id - shard.start)
         if with_gradient:
             d_hidden_MD = torch.empty_like(hidden_MD)
-            d_weight_VD = torch.empty_like(weight_VD, dtype=wide)
+            d_weight_VD = torch.zeros_like(weight_VD, dtype=wide)
             d_bias_V = torch.zeros_like(bias_V, dtype=wide)
         # a row stride that is a multiple of 64 elements keeps the CPU's matrix product on its fast path
         stride = -(-vocab_size // 64) * 64
@@ -134,14 +133,10 @@ class _MaskedCrossEntropy(torch.autograd.Function):
             d_bias_V += d_logits_RV.sum(0)
             d_logits_RV = d_logits_RV.to(hidden_MD.dtype)
             torch.mm(d_logits_RV, weight_VD, out=d_hidden_MD[at])
-            if wide == hidden_MD.dtype:  # beta 0 for the first chunk: what the memory held before does not count
-                torch.addmm(d_weight_VD, d_logits_RV.t(), hidden_MD[at], beta=float(start > 0), out=d_weight_VD)
-            elif start == 0:
-                d_weight_VD.copy_(d_logits_RV.t() @ hidden_MD[at])
+            if wide == hidden_MD.dtype:
+                d_weight_VD.addmm_(d_logits_RV.t(), hidden_MD[at])
             else:
                 d_weight_VD += d_logits_RV.t() @ hidden_MD[at]
-        if with_gradient and num_rows == 0:
-            d_weight_VD.zero_()
         if with_gradient:
             ctx.save_for_backward(
                 shard.sum_hidden(d_hidden_MD), d_weight_VD.to(weight_VD.dtype), d_bias_V.to(bias_V.dtype)
@@ -160,9 +155,7 @@ class _MaskedCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None, None)
 
 
-def _excluded_columns(vocab_size: int, mask_id: int, shard: VocabShard) -> list[slice]:
-    """Columns of this shard that are no answer: the mask token, and padding after the valid ones."""
-    num_valid = vocab_size if shard.num_valid is None else shard.num_valid
-    mask = mask_id - shard.start
+def _excluded_columns(vocab_size: int, num_valid: int, mask: int) -> list[slice]:
+    """Columns of this shard that are no answer: the mask token's, if it is here, and padding after the valid ones."""
     excluded = [slice(num_valid, vocab_size)] if num_valid < vocab_size else []
     return excluded + ([slice(mask, mask + 1)] if 0 <= mask < num_valid else [])

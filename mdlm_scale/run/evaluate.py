@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mdlm_scale.config import DiffusionConfig, EvaluateConfig, LossWeight, TimeSampling
+from mdlm_scale.config import DiffusionConfig, EvaluateConfig, TimeSampling
 from mdlm_scale.data.source import Source
 from mdlm_scale.diffusion import noise, schedule
 from mdlm_scale.diffusion.corrupt import corrupted
@@ -39,7 +39,7 @@ def evaluate(
     mask_id: int,
 ) -> Evaluation:
     """NELBO and perplexity of the first rows of `source` under the engine's weights."""
-    diffusion = dataclasses.replace(diffusion, weight=LossWeight.elbo, time_sampling=TimeSampling.lattice)
+    diffusion = dataclasses.replace(diffusion, time_sampling=TimeSampling.lattice)
     shape = schedule.from_config(diffusion)
     num_rows = min(config.rows or source.num_rows, source.num_rows)
     sums, counts = [], []
@@ -55,7 +55,7 @@ def evaluate(
                 config=diffusion, schedule=shape, seed=config.seed, step=block, slots=part, mask_id=mask_id,
             )  # fmt: skip
             nll_M = engine.forward(batch).double()
-            total += float((nll_M * batch.weight_M.to(nll_M.device)).sum())
+            total += float((nll_M * batch.elbo_weight_M.to(nll_M.device)).sum())
             num_tokens += batch.num_tokens
         sums.append(total)
         counts.append(num_tokens)

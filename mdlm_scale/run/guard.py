@@ -19,7 +19,7 @@ class Guard:
 
     def judge(self, report: Report) -> bool:
         """The loss, which is a sum over all ranks: every rank judges the same number."""
-        return math.isfinite(report.nelbo)
+        return math.isfinite(report.loss)
 
     def judge_norm(self, loss_is_fine: bool, grad_norm: float) -> bool:
         return loss_is_fine and math.isfinite(grad_norm)
@@ -32,7 +32,7 @@ class Guard:
         self.skips_in_a_row += 1
         if self.skips_in_a_row > self.config.max_skips:
             raise TrainingError(
-                f"Step {step} has nelbo {report.nelbo} and gradient norm {update.grad_norm}; both must be finite. The "
+                f"Step {step} has loss {report.loss} and gradient norm {update.grad_norm}; both must be finite. The "
                 f"run stops before the update (guard.max_skips={self.config.max_skips}). "
                 f"Last good checkpoint: {last_checkpoint or 'none yet'}."
             )

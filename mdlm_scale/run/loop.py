@@ -55,7 +55,7 @@ def train(run: Run, state: State) -> State:
         run.metrics.train(state, report, update, lr)
         if not update.applied:
             run.metrics.event(
-                state.step, f"step {state.step - 1} was skipped: nelbo {report.nelbo}, norm {update.grad_norm}"
+                state.step, f"step {state.step - 1} was skipped: loss {report.loss}, norm {update.grad_norm}"
             )
         paused = run.metrics.pause()
         if _due(state.step, config.evaluate.every, config.train.num_steps):

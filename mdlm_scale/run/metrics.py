@@ -56,6 +56,7 @@ class Metrics:
         now = time.monotonic()
         seconds = now - self.row_time
         row = {
+            "loss": report.loss,
             "nelbo": report.nelbo,
             "ppl": perplexity(report.nelbo),
             "grad_norm": update.grad_norm,

@@ -97,6 +97,7 @@ def test_a_rank_makes_its_slice_of_the_batch(config: DiffusionConfig, slots: ran
         rows_M=whole.rows_M[is_own_M] - slots.start * L,
         target_M=whole.target_M[is_own_M],
         weight_M=whole.weight_M[is_own_M],
+        elbo_weight_M=whole.elbo_weight_M[is_own_M],
         dropout_keys=whole.dropout_keys[:, own],
         num_tokens=int(IS_TOKEN_NL[own].sum()),
     )

@@ -114,6 +114,7 @@ def batch_of(case: dict[str, Any]) -> Batch:
         rows_M=rows_M,
         target_M=x_BL.flatten()[rows_M],
         weight_M=weight_B[rows_M // x_BL.shape[1]],
+        elbo_weight_M=weight_B[rows_M // x_BL.shape[1]],
         dropout_keys=None,
         num_tokens=int(is_token_BL.sum()),
     )

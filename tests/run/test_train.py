@@ -1,6 +1,7 @@
 """Whole runs through the entry point: what they write, how they stop and resume, what must not change a bit."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -99,6 +100,16 @@ def test_half_precision_keeps_float32_masters(train_run: Train, tmp_path: Path) 
     assert {tensor.dtype for tensor in tensors(tmp_path / "run").values()} == {torch.float32}
 
 
+def test_nelbo_is_the_bound_whatever_is_trained(train_run: Train, tmp_path: Path) -> None:
+    """On the first step the weights are the same, so the bound is too; the flat loss is another number."""
+    for weight in ("elbo", "flat"):
+        assert train_run("run.dir=" + str(tmp_path / weight), f"diffusion.weight={weight}", "train.num_steps=1") == 0
+    (elbo,), (flat,) = rows(tmp_path / "elbo", "train"), rows(tmp_path / "flat", "train")
+    assert elbo["loss"] == elbo["nelbo"] == flat["nelbo"]
+    # a fresh model costs log(V - 1) a masked token, and the flat loss counts each of them once
+    assert flat["loss"] == pytest.approx(flat["masked_share"] * math.log(259), rel=1e-12)
+
+
 def test_other_seed_is_another_run(train_run: Train, tmp_path: Path) -> None:
     for seed in (0, 1):
         assert train_run("run.dir=" + str(tmp_path / str(seed)), f"run.seed={seed}", "train.num_steps=1") == 0
@@ -161,7 +172,7 @@ def test_nan_stops_before_the_update(train_run: Train, tmp_path: Path, capsys: p
     blow_up = ["train.precision=float32", "optimizer.lr=1e30", "optimizer.warmup_steps=4", "checkpoint.every=1"]
     assert train_run(*blow_up) == 1
     message = capsys.readouterr().err
-    assert "Step 2 has nelbo" in message
+    assert "Step 2 has loss" in message
     assert "Last good checkpoint: " + str(tmp_path / "run" / "checkpoints" / "step-000002") in message
     assert not (tmp_path / "run" / "done").exists()
 
