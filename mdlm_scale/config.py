@@ -216,15 +216,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree = OmegaConf.to_container(OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides))), resolve=True)
     except (OmegaConfBaseException, UnicodeDecodeError, YAMLError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    return from_tree(tree, str(path))
+    return from_tree(tree)
 
 
-def from_tree(tree: Any, origin: str) -> Config:
+def from_tree(tree: Any) -> Config:
     """Build a `Config` from nested dicts; every unknown key and wrong type is reported at once."""
     faults: list[str] = []
     config = _build(Config, tree, "", faults)
-    if faults:
-        raise_if_any(f"{origin}: {fault}" for fault in faults)
+    raise_if_any(faults)
     return config
 
 

@@ -28,8 +28,7 @@ class _Terminal(logging.StreamHandler):
 
     def show(self, line: str) -> None:
         if line or self.live:
-            # a line that wraps could not be cleared
-            self.stream.write(_CLEAR + line[: os.get_terminal_size(self.stream.fileno()).columns - 1])
+            self.stream.write(_CLEAR + _fitting(line, os.get_terminal_size(self.stream.fileno()).columns - 1))
             self.stream.flush()
         self.live = line
 
@@ -57,18 +56,32 @@ def also_to(path: Path) -> None:
 def live(line: str, last: bool = False) -> None:
     """Show progress: in place on a terminal, as a message now and then elsewhere; the last line stays either way."""
     global _last_message
+    if not log.isEnabledFor(logging.INFO):
+        return
     terminal = _terminal()
-    if terminal is not None and log.isEnabledFor(logging.INFO):
+    if terminal is not None:
         terminal.show("" if last else line)
-    if last or (terminal is None and time.monotonic() - _last_message >= _FILE_SECONDS):
-        _last_message = time.monotonic()
+    if last:
         log.info(line)
+    elif time.monotonic() - _last_message >= _FILE_SECONDS:
+        _last_message = time.monotonic()
+        record = log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None)
+        for handler in log.handlers:
+            if handler is not terminal:
+                handler.handle(record)
 
 
 def end_live() -> None:
     """Clear the live line, if one is shown."""
     if (terminal := _terminal()) is not None:
         terminal.show("")
+
+
+def _fitting(line: str, width: int) -> str:
+    """As many fields of ` | ` as fit: a line that wraps could not be cleared, and half a number misleads."""
+    while len(line) > width and " | " in line:
+        line = line.rpartition(" | ")[0]
+    return line[:width]
 
 
 def _terminal() -> _Terminal | None:

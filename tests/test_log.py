@@ -141,11 +141,20 @@ def test_live_line_wider_than_the_terminal_leaves_no_remains(screen: Screen) -> 
     assert [row[:6] for row in screen()] == ["step 2"]
 
 
-def test_log_file_keeps_only_the_last_live_line(screen: Screen, tmp_path: Path) -> None:
+def test_live_line_that_does_not_fit_loses_whole_fields(screen: Screen) -> None:
+    log_module.live("step 1/5 20% | eta 1m | nelbo 2.3456 | lr 3.0e-04 | more")
+    assert screen() == ["step 1/5 20% | eta 1m | nelbo 2.3456"]
+
+
+def test_log_file_has_a_live_line_now_and_then_and_the_last(screen: Screen, tmp_path: Path) -> None:
+    """Beside a terminal too, where nothing of it scrolls past."""
     log_module.also_to(tmp_path / "log.txt")
-    log_module.live("step 1")
-    log_module.live("step 2", last=True)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 2\n", (tmp_path / "log.txt").read_text())
+    for step in range(3):
+        log_module.live(f"step {step}")
+    log_module.live("step 3", last=True)
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.fullmatch(rf"{stamp} step 0\n{stamp} step 3\n", (tmp_path / "log.txt").read_text())
+    assert screen() == ["step 3", ""]
 
 
 def test_log_file_is_appended_to(tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ echo
 import json, sys
 last = [row for row in map(json.loads, open(sys.argv[1])) if row["kind"] == "eval"][-1]
 print(f"""
-Validation perplexity {last["ppl"]:.2f} +- {last["ppl_se"]:.2f} a byte (standard error; {last["num_rows"]} rows, EMA weights).
+Validation perplexity {last["ppl"]:.2f} +- {last["ppl_se"]:.2f} per byte (standard error; {last["num_rows"]} rows, EMA weights).
 A model that ignores the context could reach {last["unigram_ppl"]:.2f} at best (unigram perplexity of the same rows).""")
 PYTHON
 echo "
 checkpoint  $(ls -d "$dir"/checkpoints/step-* | tail -n 1)
 config      $dir/config.yaml
-metrics     $dir/metrics.jsonl
-log         $dir/log.txt
+log         $dir/log.txt, and the figures in $dir/metrics.jsonl
 more text   .venv/bin/python -m mdlm_scale.sample --checkpoint $dir --num 10"

@@ -51,6 +51,11 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
         _print_plan(config, _read_data(config))
         return 0
     resume_from = _resume_point(config)
+    if resume_from is not None and (Path(config.run.dir) / "done").exists():
+        step = checkpoint.read_manifest(resume_from)["state"]["step"]
+        if step >= config.train.num_steps:
+            log.info(f"run {config.run.dir} is done: {step} steps, {resume_from}; a higher train.num_steps would go on")
+            return 0
     return _train(config, ranks, _read_data(config), resume_from)
 
 
@@ -91,23 +96,24 @@ class Data:
 
 def _read_data(config: Config) -> Data:
     tokenizer = tokenizer_module.load(config.tokenizer)
-    data = Data(
-        tokenizer,
-        source_module.load(config.data.train, "train", config.data, tokenizer),
-        source_module.load(config.data.validation, "validation", config.data, tokenizer),
-    )
-    least = {"train": (data.train, config.batch.global_batch_size), "validation": (data.validation, 2 * evaluate.BLOCK)}
-    raise_if_any(
-        (
-            f"data.{split} is too short: {source.num_rows} rows of {config.data.length} tokens, at least {rows} are "
-            f"needed ({'one global batch' if split == 'train' else 'two blocks, for a standard error'}). "
-            f"Give more text or shorter rows (data.length)."
-            for split, (source, rows) in least.items()
-            if source.num_rows < rows
-        ),
-        DataError,
-    )
-    return data
+    wanted = {
+        "train": (config.data.train, config.batch.global_batch_size, "one global batch"),
+        "validation": (config.data.validation, 2 * evaluate.BLOCK, "two blocks, for a standard error"),
+    }
+    sources, found = {}, []
+    for split, (where, least, reason) in wanted.items():
+        try:
+            source = sources[split] = source_module.load(where, split, config.data, tokenizer)
+        except DataError as error:
+            found.append(str(error))
+            continue
+        if source.num_rows < least:
+            found.append(
+                f"data.{split}='{where}' is too short: {source.num_rows} rows of {config.data.length} tokens, at least "
+                f"{least} are needed ({reason}). Give more text or shorter rows (data.length)."
+            )
+    raise_if_any(found, DataError)
+    return Data(tokenizer, **sources)
 
 
 def _print_plan(config: Config, data: Data) -> None:
@@ -117,7 +123,7 @@ def _print_plan(config: Config, data: Data) -> None:
     size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
     state = size.state_bytes(dtype.itemsize, max(4, dtype.itemsize))
     print(f"# train: {data.train.describe()}; validation: {data.validation.describe()}")
-    print(f"# {size.num_parameters:,} parameters; {state / 1e9:.2f} GB of weights, gradients, moments and EMA")
+    print(f"# {size.num_parameters:,} parameters; {state / 1e6:,.0f} MB of weights, gradients, moments and EMA")
 
 
 def _resume_point(config: Config) -> Path | None:

@@ -105,10 +105,10 @@ class Metrics:
         per_step = (time.monotonic() - self.started) / (step - self.first_step)
         return (
             f"step {step}/{self.num_steps} {step / self.num_steps:4.0%} | "
+            f"eta {_duration((self.num_steps - step) * per_step)} | "
             f"nelbo {row['nelbo']:.4f} ppl {row['ppl']:.2f} | "
             f"grad {row['grad_norm']:.2f} lr {row['lr']:.1e} | "
-            f"{_short(row['tokens_per_second'])} tok/s {row['gemm_share']:.0%} of GEMM peak | "
-            f"eta {_duration((self.num_steps - step) * per_step)}"
+            f"{_short(row['tokens_per_second'])} tok/s {row['gemm_share']:.0%} of GEMM peak"
         )
 
 

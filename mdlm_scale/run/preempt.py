@@ -22,5 +22,5 @@ class Stop:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if not self.requested:
-            log.info(f"{signal.Signals(number).name}: stopping after this step; the run is saved and can go on")
+            log.info(f"{signal.Signals(number).name}: stopping after this step; the run will be saved and can go on")
         self.requested = True

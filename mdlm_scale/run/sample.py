@@ -60,7 +60,7 @@ def load_model(path: Path) -> tuple[DiT, Config, Tokenizer]:
         raise CheckpointError(f"{path} is neither a checkpoint (step-...) nor a run directory with one.")
     manifest = checkpoint.read_manifest(folder)
     checkpoint.verify(folder, manifest)
-    config = config_module.from_tree(manifest["config"], str(folder))
+    config = config_module.from_tree(manifest["config"])
     tokenizer = tokenizer_module.load(config.tokenizer)
     if tokenizer.fingerprint != manifest["fingerprints"]["tokenizer"]:
         raise CheckpointError(f"tokenizer.name={config.tokenizer.name} is not the one that {folder} was trained with.")
