@@ -110,10 +110,11 @@ def faults(config: DiffusionConfig, time_conditioning: bool) -> list[str]:
 
 
 def _sigma_range(config: DiffusionConfig) -> tuple[float, float]:
-    low, high = _SIGMA_RANGE.get(config.schedule, (0.0, 0.0))
-    return (low if config.sigma_min is None else config.sigma_min), (
-        high if config.sigma_max is None else config.sigma_max
-    )
+    """The configured ends of sigma, each with its schedule's default."""
+    default_low, default_high = _SIGMA_RANGE.get(config.schedule, (0.0, 0.0))
+    low = default_low if config.sigma_min is None else config.sigma_min
+    high = default_high if config.sigma_max is None else config.sigma_max
+    return low, high
 
 
 def _cos_quarter(t: Tensor) -> Tensor:

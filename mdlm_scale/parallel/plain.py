@@ -47,8 +47,8 @@ class PlainEngine:
     def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
         nlls = []
         for batch in batches:
-            nelbo_sum, nll_M = self.model(batch.to(self.device))
-            (nelbo_sum / denominator).backward()
+            loss_sum, nll_M = self.model(batch.to(self.device))
+            (loss_sum / denominator).backward()
             nlls.append(nll_M)
             self._gather_gradients()
         return nlls

@@ -57,12 +57,11 @@ def train(run: Run, state: State) -> State:
             run.metrics.event(
                 state.step, f"step {state.step - 1} was skipped: loss {report.loss}, norm {update.grad_norm}"
             )
-        paused = run.metrics.pause()
-        if _due(state.step, config.evaluate.every, config.train.num_steps):
-            _evaluate(run, state)
-        if _due(state.step, config.checkpoint.every, config.train.num_steps):
-            _save(run, state)
-        run.metrics.resume(paused)
+        with run.metrics.paused():
+            if _due(state.step, config.evaluate.every, config.train.num_steps):
+                _evaluate(run, state)
+            if _due(state.step, config.checkpoint.every, config.train.num_steps):
+                _save(run, state)
     if run.last_checkpoint is None or run.last_checkpoint.name != f"step-{state.step:06d}":
         _save(run, state)
     return state

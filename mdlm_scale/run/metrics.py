@@ -8,6 +8,8 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,15 +89,15 @@ class Metrics:
         self.write("event", step, {"message": message})
         log.info(f"step {step}: {message}")
 
-    def pause(self) -> float:
-        """Call before work that is not training; `resume` with the result leaves it out of tokens per second."""
-        return time.monotonic()
-
-    def resume(self, paused: float) -> None:
-        self.row_time += time.monotonic() - paused
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For work that is not training: it does not count in tokens per second."""
+        start = time.monotonic()
+        yield
+        self.row_time += time.monotonic() - start
 
     def write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
-        """One row, on disk before the call returns."""
+        """One row, handed to the system before the call returns: the process may die, the row stays."""
         self.file.write(json.dumps({"kind": kind, "step": step, **_json_safe(figures)}) + "\n")
         self.file.flush()
         if self.wandb is not None:
