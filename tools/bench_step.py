@@ -82,7 +82,7 @@ def main() -> int:
     batch = corrupt.corrupted(
         x_BL, torch.ones_like(x_BL, dtype=torch.bool), noise.times(diffusion, 0, 0, num_rows),
         config=diffusion, schedule=schedule.from_config(diffusion), seed=0, step=0, slots=range(num_rows),
-        mask_id=args.vocab - 1, dropout_sites=model.num_dropout_sites,
+        mask_id=args.vocab - 1, vocab_size=args.vocab, dropout_sites=model.num_dropout_sites,
     ).to(device)  # fmt: skip
     with torch.no_grad():
         hidden_BLD = model.hidden(batch.z_BL, batch.sigma_B, None)

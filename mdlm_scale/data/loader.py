@@ -26,6 +26,7 @@ class Loader:
     diffusion: DiffusionConfig
     seed: int
     mask_id: int
+    vocab_size: int
     dropout_sites: int
     prefetch: int = 2
     pin_memory: bool = False
@@ -58,7 +59,7 @@ class Loader:
             made = corrupted(
                 x_BL, is_token_BL, t_N[slots.start : slots.stop],
                 config=self.diffusion, schedule=shape, seed=self.seed, step=step, slots=slots,
-                mask_id=self.mask_id, dropout_sites=self.dropout_sites,
+                mask_id=self.mask_id, vocab_size=self.vocab_size, dropout_sites=self.dropout_sites,
             )  # fmt: skip
             batches.append(made.pin_memory() if self.pin_memory else made)
         return batches

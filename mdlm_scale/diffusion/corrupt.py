@@ -14,6 +14,7 @@ from torch import Tensor
 from mdlm_scale.config import DiffusionConfig, LossWeight
 from mdlm_scale.diffusion import noise, objective
 from mdlm_scale.diffusion.schedule import Schedule
+from mdlm_scale.errors import DataError, raise_if_any
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def corrupted(
     step: int,
     slots: range,
     mask_id: int,
+    vocab_size: int,
     dropout_sites: int = 0,
 ) -> Batch:
     """The training batch for these slots of this step: rows `x_BL` at times `t_B`, with their masks and weights."""
@@ -68,6 +70,8 @@ def corrupted(
         objective.weight(schedule, t_B, num_times=config.num_times, kind=kind)
         for kind in (config.weight, LossWeight.elbo)
     )
+    faults = row_faults(x_BL.flatten(), weight_B, mask_id=mask_id, vocab_size=vocab_size)
+    raise_if_any((f"Step {step}, slots {slots.start} to {slots.stop - 1}: {fault}" for fault in faults), DataError)
     return Batch(
         x_BL=x_BL,
         z_BL=corrupt(x_BL, is_masked_BL, mask_id=mask_id),
@@ -81,3 +85,21 @@ def corrupted(
         dropout_keys=noise.dropout_keys(seed, step, slot_B, dropout_sites) if dropout_sites else None,
         num_tokens=int(is_token_BL.sum()),
     )
+
+
+def row_faults(token_N: Tensor, weight_N: Tensor, *, mask_id: int, vocab_size: int | None) -> list[str]:
+    """What is wrong with clean tokens and with what they count in the loss; asked on the host, where they are made.
+
+    `vocab_size` is None where only a part of the vocabulary is known.
+    """
+    found = []
+    if bool((token_N == mask_id).any()):
+        found.append(f"the text holds the mask token, id {mask_id}, which only noise may write.")
+    is_outside_N = (token_N < 0) | (token_N >= (torch.inf if vocab_size is None else vocab_size))
+    if bool(is_outside_N.any()):
+        bounds = "" if vocab_size is None else f", 0 .. {vocab_size - 1}"
+        found.append(f"the text holds token id {int(token_N[is_outside_N][0])}, outside the vocabulary{bounds}.")
+    is_bad_N = ~((weight_N >= 0) & (weight_N < torch.inf))
+    if bool(is_bad_N.any()):
+        found.append(f"a token's weight is {float(weight_N[is_bad_N][0])}; it must be finite and not negative.")
+    return found

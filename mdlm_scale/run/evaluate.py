@@ -37,6 +37,7 @@ def evaluate(
     diffusion: DiffusionConfig,
     micro_batch_size: int,
     mask_id: int,
+    vocab_size: int,
 ) -> Evaluation:
     """NELBO and perplexity of the first rows of `source` under the engine's weights."""
     diffusion = dataclasses.replace(diffusion, time_sampling=TimeSampling.lattice)
@@ -52,7 +53,8 @@ def evaluate(
             x_BL, is_token_BL = source.rows(torch.arange(part.start, part.stop) + block * BLOCK)
             batch = corrupted(
                 x_BL, is_token_BL, t_N[part.start : part.stop],
-                config=diffusion, schedule=shape, seed=config.seed, step=block, slots=part, mask_id=mask_id,
+                config=diffusion, schedule=shape, seed=config.seed, step=block, slots=part,
+                mask_id=mask_id, vocab_size=vocab_size,
             )  # fmt: skip
             nll_M = engine.forward(batch).double()
             total += float((nll_M * batch.elbo_weight_M.to(nll_M.device)).sum())

@@ -81,6 +81,7 @@ def _evaluate(run: Run, state: State) -> None:
             config.diffusion,
             config.batch.micro_batch_size,
             run.loader.mask_id,
+            run.loader.vocab_size,
         )
     run.metrics.evaluated(state.step, evaluation, run.validation.unigram_perplexity(evaluation.num_rows))
 

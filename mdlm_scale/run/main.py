@@ -168,8 +168,9 @@ def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -
     if note := loader_module.balance_note(own_layout, config.batch, config.diffusion):
         log.info(note)
     loader = Loader(
-        data.train, own_layout, config.batch, config.diffusion, config.run.seed, data.tokenizer.mask_id,
-        dropout_sites=model.num_dropout_sites, prefetch=config.data.prefetch, pin_memory=device.type == "cuda",
+        data.train, own_layout, config.batch, config.diffusion, config.run.seed,
+        mask_id=data.tokenizer.mask_id, vocab_size=data.tokenizer.vocab_size, dropout_sites=model.num_dropout_sites,
+        prefetch=config.data.prefetch, pin_memory=device.type == "cuda",
     )  # fmt: skip
     with Metrics(config, size, gemm_rate(device, dtype), state) as metrics:
         if resume_from is not None:

@@ -41,7 +41,7 @@ def loader(
     prefetch: int = 2,
 ) -> Loader:
     batch = BatchConfig(num_slots, micro_batch_size)
-    return Loader(source or rows(), layout, batch, diffusion, seed, MASK_ID, dropout_sites=6, prefetch=prefetch)
+    return Loader(source or rows(), layout, batch, diffusion, seed, MASK_ID, 2**31, dropout_sites=6, prefetch=prefetch)
 
 
 def joined(batches: list[Batch]) -> dict[str, Tensor]:

@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 from mdlm_scale.config import DiffusionConfig, LossWeight, ScheduleName
 from mdlm_scale.diffusion import noise, objective
-from mdlm_scale.diffusion.corrupt import Batch, corrupt, corrupted
+from mdlm_scale.diffusion.corrupt import Batch, corrupt, corrupted, row_faults
 from mdlm_scale.diffusion.schedule import from_config
+from mdlm_scale.errors import DataError
 
 N, L, V, MASK_ID, SEED, STEP, SITES = 12, 17, 11, 5, 3, 7, 6
 X_NL = (torch.arange(N * L).view(N, L) * 7 % (V - 1) + MASK_ID + 1) % V  # every token but the mask
@@ -16,11 +18,16 @@ IS_TOKEN_NL = torch.arange(L) < torch.tensor([L, L - 4, L - 9, 1])[:, None].repe
 every_schedule = pytest.mark.parametrize("config", [DiffusionConfig(schedule=name) for name in ScheduleName], ids=str)
 
 
-def batch(slots: range = range(N), config: DiffusionConfig | None = None, dropout_sites: int = SITES) -> Batch:
+def batch(
+    slots: range = range(N),
+    config: DiffusionConfig | None = None,
+    dropout_sites: int = SITES,
+    x_NL: Tensor | None = None,
+) -> Batch:
     config = config or DiffusionConfig()
     rows = slice(slots.start, slots.stop)
     return corrupted(
-        X_NL[rows],
+        (X_NL if x_NL is None else x_NL)[rows],
         IS_TOKEN_NL[rows],
         noise.times(config, SEED, STEP, N)[rows],
         config=config,
@@ -29,6 +36,7 @@ def batch(slots: range = range(N), config: DiffusionConfig | None = None, dropou
         step=STEP,
         slots=slots,
         mask_id=MASK_ID,
+        vocab_size=V,
         dropout_sites=dropout_sites,
     )
 
@@ -125,3 +133,25 @@ def _same(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return type(a) is type(b) and a == b
+
+
+def test_text_with_the_mask_or_with_unknown_tokens_is_refused_and_the_slots_are_named() -> None:
+    x_NL = X_NL.clone()
+    x_NL[4, 2], x_NL[5, 3] = MASK_ID, V
+    batch(range(0, 4), x_NL=x_NL)
+    with pytest.raises(DataError) as caught:
+        batch(range(4, 8), x_NL=x_NL)
+    message = str(caught.value)
+    assert message.count(f"Step {STEP}, slots 4 to 7: ") == 2
+    assert f"the mask token, id {MASK_ID}" in message
+    assert f"token id {V}, outside the vocabulary, 0 .. {V - 1}" in message
+
+
+@pytest.mark.parametrize("bad", [-1e-9, float("nan"), float("inf")])
+def test_a_weight_that_is_no_weight_is_a_fault(bad: float) -> None:
+    def faults(weights: list[float]) -> list[str]:
+        return row_faults(torch.tensor([1]), torch.tensor(weights), mask_id=0, vocab_size=2)
+
+    assert faults([0.0, 1e30]) == []
+    (fault,) = faults([0.0, bad, 1.0])
+    assert "must be finite and not negative" in fault

@@ -55,6 +55,7 @@ def make_batch(dropout_sites: int = 0, slots: range = range(BATCH), is_token: bo
         step=3,
         slots=slots,
         mask_id=MASK,
+        vocab_size=VOCAB,
         dropout_sites=dropout_sites,
     )
 

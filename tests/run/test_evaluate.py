@@ -27,7 +27,7 @@ def source() -> Source:
 
 def result(micro_batch_size: int = 4, rows: int = 0, seed: int = 1, diffusion: DiffusionConfig = DiffusionConfig()):  # noqa: B008
     config = EvaluateConfig(rows=rows, seed=seed)
-    return evaluate(FixedEngine(), source(), config, diffusion, micro_batch_size, mask_id=VOCAB - 1)  # type: ignore[arg-type]
+    return evaluate(FixedEngine(), source(), config, diffusion, micro_batch_size, mask_id=VOCAB - 1, vocab_size=VOCAB)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 8, 64])
