@@ -6,20 +6,44 @@
 Every repetition measures in turn the GEMM rate, the forward and backward pass, the head and loss alone, the dropout
 alone, and optimizer + EMA; ratios are formed within a repetition and the medians are printed. `blocks` is the forward
 and backward pass less dropout, head and loss (it holds the embedding too).
+
+The original's step runs in a process of its own, in plain PyTorch: the same network from separate operations, every row
+through the head, log-softmax over the vocabulary, AdamW, EMA, and a C library as it comes (ours keeps freed memory).
+Both times are multiplied by the GEMM rate measured beside them before they are compared.
 """
 
 import argparse
 import json
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+import torch.nn.functional as F
+from bench_masked_ce import original
+from torch import Tensor
+
+from mdlm_scale import kernels
+from mdlm_scale.config import DiffusionConfig, ModelConfig, OptimizerConfig, Precision
+from mdlm_scale.diffusion import corrupt, noise, schedule
+from mdlm_scale.diffusion.corrupt import Batch
+from mdlm_scale.model.dit import DiT, rotary_angles, sinusoid
+from mdlm_scale.model.init import Fill, init_range
+from mdlm_scale.model.sizes import gemm_rate, sizes
+from mdlm_scale.parallel.plain import PlainEngine
+from mdlm_scale.run.ema import Ema
+from mdlm_scale.run.main import DTYPES
+
+TIMEOUT_SECONDS = 3600.0
 SIZES = {"debug": (64, 2, 4), "tiny": (512, 8, 8), "small": (768, 12, 12), "medium": (1024, 24, 16)}
 
 
@@ -33,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1, help="as in the recipes (0.1)")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions (3)")
     parser.add_argument("--threads", type=int, help="CPU threads (all)")
+    parser.add_argument("--original", action="store_true", help="time the original's step only; print JSON")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     args = parser.parse_args()
     if args.tokens % args.length:
@@ -42,52 +67,81 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    import torch
-
-    from mdlm_scale import kernels
-    from mdlm_scale.config import DiffusionConfig, ModelConfig, OptimizerConfig, Precision
-    from mdlm_scale.diffusion import corrupt, noise, schedule
-    from mdlm_scale.model.dit import DiT
-    from mdlm_scale.model.init import Fill, init_range
-    from mdlm_scale.model.sizes import gemm_rate, sizes
-    from mdlm_scale.parallel.plain import PlainEngine
-    from mdlm_scale.run.ema import Ema
-    from mdlm_scale.run.main import DTYPES
-
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.original:
+        print(json.dumps(measure_original(args)))
+        return 0
+    result = measure(args)
+    command = [sys.executable, __file__, *sys.argv[1:], "--original"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS).stdout
+    result |= json.loads(output.splitlines()[-1])
+    result["faster_than_original"] = result["original_gflop_per_token"] / result["gflop_per_token"]
+    _print(args, result)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+@dataclass
+class Setting:
+    """What both steps compute on: a model without zeros in it, and a corrupted batch."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    model: DiT
+    engine: PlainEngine
+    batch: Batch
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def peak_mb(self) -> float:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 1e6
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def make_setting(args: argparse.Namespace) -> Setting:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[Precision(args.dtype)]
-    if device.type == "cpu":
-        kernels.tune_cpu()
-
     width, layers, heads = SIZES[args.size]
     config = ModelConfig(hidden_size=width, num_layers=layers, num_heads=heads, dropout=args.dropout)
     with torch.device("meta"):
         model = DiT(config, args.vocab, mask_id=args.vocab - 1)
     engine = PlainEngine(
         model,
-        init_range=lambda name, start, numel: init_range(0, name, Fill(bound=0.02), start, numel),  # no zeros
+        init_range=lambda name, start, numel: init_range(0, name, Fill(bound=0.02), start, numel),
         make_optimizer=partial(kernels.adamw, config=OptimizerConfig(), device=device),
         max_norm=1.0,
         device=device,
         dtype=dtype,
     )
-    ema = Ema(engine, 0.9999)
-
-    diffusion = DiffusionConfig()
-    num_rows = args.tokens // args.length
-    slot_B = torch.arange(num_rows)
-    x_BL = noise.random_bits(0, "bench", 0, slot_B, args.length) % (args.vocab - 1)
+    diffusion, num_rows = DiffusionConfig(), args.tokens // args.length
+    x_BL = noise.random_bits(0, "bench", 0, torch.arange(num_rows), args.length) % (args.vocab - 1)
     batch = corrupt.corrupted(
         x_BL, torch.ones_like(x_BL, dtype=torch.bool), noise.times(diffusion, 0, 0, num_rows),
         config=diffusion, schedule=schedule.from_config(diffusion), seed=0, step=0, slots=range(num_rows),
         mask_id=args.vocab - 1, vocab_size=args.vocab, dropout_sites=model.num_dropout_sites,
     ).to(device)  # fmt: skip
+    return Setting(config, device, dtype, model, engine, batch)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Our step and its parts."""
+    if not torch.cuda.is_available():
+        kernels.tune_cpu()
+    setting = make_setting(args)
+    model, engine, batch = setting.model, setting.engine, setting.batch
+    ema = Ema(engine, 0.9999)
     with torch.no_grad():
         hidden_BLD = model.hidden(batch.z_BL, batch.sigma_B, None)
     hidden_MD = hidden_BLD.flatten(0, 1)[batch.rows_M].detach().requires_grad_()
-
     y_BLD = torch.ones_like(hidden_BLD, requires_grad=True)
 
     def forward_backward() -> None:
@@ -106,24 +160,17 @@ def main() -> int:
         engine.step(lambda norm: True, 0.0)
         ema.update(engine, 1)
 
-    def seconds(work: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     forward_backward()
     update()  # the first of each pays for memory and set-up
-    flops = sizes(config, args.vocab, args.length).step_flops(args.tokens, len(batch.rows_M))
+    flops = sizes(setting.config, args.vocab, args.length).step_flops(args.tokens, len(batch.rows_M))
     runs = []
     for _ in range(args.repeat):
-        before = gemm_rate(device, dtype)
-        full = seconds(forward_backward)
-        after = gemm_rate(device, dtype)
-        optimizer = seconds(update)
-        dropped = seconds(dropout)
-        head = seconds(head_and_loss)
+        before = gemm_rate(setting.device, setting.dtype, seconds=1.0)
+        full = setting.seconds(forward_backward)
+        after = gemm_rate(setting.device, setting.dtype, seconds=1.0)
+        optimizer = setting.seconds(update)
+        dropped = setting.seconds(dropout)
+        head = setting.seconds(head_and_loss)
         model.head.zero_grad()
         rate = (before + after) / 2
         runs.append(
@@ -136,36 +183,105 @@ def main() -> int:
                 "optimizer_and_ema_seconds": optimizer,
                 "share_of_limit": flops / full / rate,
                 "tokens_per_second": args.tokens / (full + optimizer),
+                "gflop_per_token": rate / 1e9 * (full + optimizer) / args.tokens,
             }
         )
-    result: dict[str, float | str] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    peak = torch.cuda.max_memory_allocated() / 1e6 if device.type == "cuda" else _peak_mb()
-    result |= {"peak_mb": peak, "masked_rows": len(batch.rows_M), "threads": torch.get_num_threads()}
-    _print(args, result, device.type, sum(p.numel() for p in model.parameters()))
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    result: dict[str, Any] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return result | {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "masked_rows": len(batch.rows_M),
+        "device": setting.device.type,
+        "threads": torch.get_num_threads(),
+        "peak_mb": setting.peak_mb(),
+    }
 
 
-def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+def measure_original(args: argparse.Namespace) -> dict[str, float]:
+    """The step of the paper's released code, as plain PyTorch."""
+    setting = make_setting(args)
+    model, batch = setting.model, setting.batch
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
+    averages = [p.detach().clone() for p in model.parameters()]
+
+    def step() -> None:
+        hidden_ND = originals_hidden(model, batch).flatten(0, 1).to(setting.dtype)
+        head = model.head
+        loss = original(hidden_ND, head.weight, head.bias, batch.x_BL.flatten(), batch.rows_M, batch.weight_M)
+        optimizer.zero_grad()
+        (loss / args.tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for average, p in zip(averages, model.parameters(), strict=True):
+                average.sub_((average - p) * 1e-4)
+
+    step()
+    seconds, operations = [], []
+    for _ in range(args.repeat):
+        before = gemm_rate(setting.device, setting.dtype, seconds=1.0)
+        seconds.append(setting.seconds(step))
+        after = gemm_rate(setting.device, setting.dtype, seconds=1.0)
+        operations.append((before + after) / 2e9 * seconds[-1] / args.tokens)
+    return {
+        "original_tokens_per_second": args.tokens / statistics.median(seconds),
+        "original_gflop_per_token": statistics.median(operations),
+        "original_peak_mb": setting.peak_mb(),
+    }
 
 
-def _print(args: argparse.Namespace, result: dict, device: str, num_parameters: int) -> None:
+def originals_hidden(model: DiT, batch: Batch) -> Tensor:
+    """What the head reads, from one operation after the other, with a generator's dropout."""
+    length, num_heads, dropout = batch.x_BL.shape[1], model.config.num_heads, model.config.dropout
+    width = model.config.hidden_size
+    c_BC = sinusoid(torch.zeros_like(batch.sigma_B))
+    c_BC = F.silu(model.time_out(F.silu(model.time_in(c_BC))))
+    cos, sin = (
+        torch.cat([r, r], dim=-1).float()[:, None] for r in rotary_angles(length, width // num_heads, c_BC.device)
+    )
+
+    def rotated(x_BLHK: Tensor) -> Tensor:
+        first, second = x_BLHK.chunk(2, dim=-1)
+        return x_BLHK * cos + torch.cat([-second, first], dim=-1) * sin
+
+    def modulated(x_BLD: Tensor, weight_D: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return F.layer_norm(x_BLD.float(), [width]) * weight_D * (1 + scale) + shift
+
+    x_BLD = model.embed(batch.z_BL)
+    for block in model.blocks:
+        shift1, scale1, gate1, shift2, scale2, gate2 = block.modulation(c_BC)[:, None].chunk(6, dim=-1)
+        y_BLD = modulated(x_BLD, block.norm1.weight, shift1, scale1)
+        q, k, v = block.qkv(y_BLD).unflatten(-1, (num_heads, 3, -1)).unbind(-2)
+        q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (rotated(q), rotated(k), v))
+        y_BLD = block.attn_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x_BLD = x_BLD + gate1 * F.dropout(y_BLD, dropout)
+        y_BLD = modulated(x_BLD, block.norm2.weight, shift2, scale2)
+        y_BLD = block.mlp_out(F.gelu(block.mlp_in(y_BLD), approximate="tanh"))
+        x_BLD = x_BLD + gate2 * F.dropout(y_BLD, dropout)
+    shift, scale = model.modulation(c_BC)[:, None].chunk(2, dim=-1)
+    return modulated(x_BLD, model.norm.weight, shift, scale)
+
+
+def _print(args: argparse.Namespace, result: dict[str, Any]) -> None:
     full = result["forward_backward_seconds"]
     print(
-        f"{args.size}: {num_parameters:,} parameters, {args.tokens} tokens a step in rows of {args.length}, "
-        f"{result['masked_rows']} masked, {args.dtype} on {device}, {result['threads']} threads, dropout {args.dropout}"
+        f"{args.size}: {result['parameters']:,} parameters, {args.tokens} tokens a step in rows of {args.length}, "
+        f"{result['masked_rows']} masked, {args.dtype} on {result['device']}, {result['threads']} threads, "
+        f"dropout {args.dropout}"
     )
     print(f"GEMM rate of this machine    {result['gemm_gflops']:9.1f} GFLOP/s")
     print(f"forward + backward           {full:9.3f} s   {result['share_of_limit']:.1%} of the GEMM limit")
     for part in ("blocks", "head_and_loss", "dropout"):
-        print(
-            f"  {part.replace('_', ' '):<27}{result[part + '_seconds']:9.3f} s   {result[part + '_seconds'] / full:.1%}"
-        )
+        seconds = result[part + "_seconds"]
+        print(f"  {part.replace('_', ' '):<27}{seconds:9.3f} s   {seconds / full:.1%}")
     print(f"optimizer + EMA              {result['optimizer_and_ema_seconds']:9.3f} s")
-    print(f"whole step                   {result['tokens_per_second']:9.0f} tokens/s")
-    print(f"peak memory of the process   {result['peak_mb']:9.0f} MB")
+    print(
+        f"whole step                   {result['tokens_per_second']:9.0f} tokens/s, {result['peak_mb']:.0f} MB at most"
+    )
+    print(
+        f"the original's               {result['original_tokens_per_second']:9.0f} tokens/s, "
+        f"{result['original_peak_mb']:.0f} MB at most"
+    )
+    print(f"ours, at equal GEMM rates    {result['faster_than_original']:9.2f} times as fast")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def masked_cross_entropy(
     """
     on_cpu = hidden_MD.device.type == "cpu"
     if chunk_rows is None:
-        chunk_rows = 592 if on_cpu else 4096
+        chunk_rows = 528 if on_cpu else 4096
     if fixed_shapes is None:
         fixed_shapes = not on_cpu
     faults = _call_faults(hidden_MD, weight_VD, bias_V, target_M, row_weight_M, chunk_rows)
@@ -213,7 +213,7 @@ class _Pass:
         exp_RV.scatter_add_(1, self.column_M[at], torch.where(self.is_here_M[at], -sum_R / shift_R, 0.0)[:, None])
         self.d_bias_V.addmv_(exp_RV.t(), scale_R)
         exp_RV = exp_RV.to(self.hidden_MD.dtype)
-        torch.mul(exp_RV @ self.weight_VD, scale_R[:, None], out=self.d_hidden_MD[at])
+        torch.mm(exp_RV, self.weight_VD, out=self.d_hidden_MD[at]).mul_(scale_R[:, None])
         scaled_RD = (self.hidden_MD[at] * scale_R[:, None]).to(self.hidden_MD.dtype)
         if self.wide == self.hidden_MD.dtype:
             self.d_weight_VD.addmm_(exp_RV.t(), scaled_RD)

@@ -135,7 +135,7 @@ def test_fixed_shapes_have_one_chunk_size(monkeypatch: pytest.MonkeyPatch) -> No
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, out: shapes.append(tuple(out.shape)) or mm(a, b, out=out))
     ours(make_inputs(mask_id=5), mask_id=5, chunk_rows=4, fixed_shapes=True)
-    assert shapes == [(4, VOCAB)] * 3
+    assert shapes == [(4, VOCAB), (4, WIDTH)] * 3
 
 
 @pytest.mark.parametrize(
