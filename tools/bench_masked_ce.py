@@ -104,9 +104,7 @@ def main() -> int:
             results[variant] = None
             print(f"{variant:10}  skipped: about {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free", flush=True)
             continue
-        command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS).stdout
-        results[variant] = r = json.loads(output.splitlines()[-1])
+        results[variant] = r = in_own_process(__file__, "--variant", variant)
         print(f"{variant:10}{r['seconds']:10.3f}{r['share_of_limit']:10.1%}{r['peak_mb']:10.0f}", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
@@ -136,26 +134,40 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         for p in parameters:
             p.grad = None
 
-    def timed() -> float:
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     run()  # thread pools, libraries, compilation
     peak = peak_bytes(run, device)
     if device.type == "cpu":
         kernels.tune_cpu()  # from here on freed memory stays with the process, as in training
         run()
+    flops = 6 * num_masked * args.d * args.vocab
+    runs = [seconds_and_rate(run, device, dtype) for _ in range(args.repeat)]
+    return {
+        "seconds": statistics.median(seconds for seconds, _ in runs),
+        "share_of_limit": statistics.median(flops / seconds / rate for seconds, rate in runs),
+        "peak_mb": peak / 1e6,
+    }
+
+
+def seconds_and_rate(work: Callable[[], None], device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """How long `work` takes, and the GEMM rate just before and after it."""
     before = gemm_rate(device, dtype, seconds=1.0)
-    seconds, shares = [], []
-    for _ in range(args.repeat):
-        seconds.append(timed())
-        after = gemm_rate(device, dtype, seconds=1.0)
-        shares.append(6 * num_masked * args.d * args.vocab / seconds[-1] / ((before + after) / 2))
-        before = after
-    return {"seconds": statistics.median(seconds), "share_of_limit": statistics.median(shares), "peak_mb": peak / 1e6}
+    seconds = seconds_of(work, device)
+    return seconds, (before + gemm_rate(device, dtype, seconds=1.0)) / 2
+
+
+def seconds_of(work: Callable[[], None], device: torch.device) -> float:
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def in_own_process(script: str, *arguments: str) -> dict[str, Any]:
+    """What `script` prints as JSON, called as this process was and with more arguments."""
+    command = [sys.executable, script, *sys.argv[1:], *arguments]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS).stdout
+    return json.loads(output.splitlines()[-1])
 
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> float:

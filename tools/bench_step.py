@@ -16,10 +16,7 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
-from bench_masked_ce import original
+from bench_masked_ce import in_own_process, original, seconds_and_rate, seconds_of
 from torch import Tensor
 
 from mdlm_scale import kernels
@@ -38,12 +35,11 @@ from mdlm_scale.diffusion import corrupt, noise, schedule
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.model.dit import DiT, rotary_angles, sinusoid
 from mdlm_scale.model.init import Fill, init_range
-from mdlm_scale.model.sizes import gemm_rate, sizes
+from mdlm_scale.model.sizes import sizes
 from mdlm_scale.parallel.plain import PlainEngine
 from mdlm_scale.run.ema import Ema
 from mdlm_scale.run.main import DTYPES
 
-TIMEOUT_SECONDS = 3600.0
 SIZES = {"debug": (64, 2, 4), "tiny": (512, 8, 8), "small": (768, 12, 12), "medium": (1024, 24, 16)}
 
 
@@ -73,9 +69,7 @@ def main() -> int:
         print(json.dumps(measure_original(args)))
         return 0
     result = measure(args)
-    command = [sys.executable, __file__, *sys.argv[1:], "--original"]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS).stdout
-    result |= json.loads(output.splitlines()[-1])
+    result |= in_own_process(__file__, "--original")
     result["faster_than_original"] = result["original_gflop_per_token"] / result["gflop_per_token"]
     _print(args, result)
     if args.json:
@@ -85,21 +79,12 @@ def main() -> int:
 
 @dataclass
 class Setting:
-    """What both steps compute on: a model without zeros in it, and a corrupted batch."""
+    """What both steps compute on: a model, still on the meta device, and a corrupted batch."""
 
-    config: ModelConfig
     device: torch.device
     dtype: torch.dtype
     model: DiT
-    engine: PlainEngine
     batch: Batch
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        work()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
     def peak_mb(self) -> float:
         if self.device.type == "cuda":
@@ -114,14 +99,6 @@ def make_setting(args: argparse.Namespace) -> Setting:
     config = ModelConfig(hidden_size=width, num_layers=layers, num_heads=heads, dropout=args.dropout)
     with torch.device("meta"):
         model = DiT(config, args.vocab, mask_id=args.vocab - 1)
-    engine = PlainEngine(
-        model,
-        init_range=lambda name, start, numel: init_range(0, name, Fill(bound=0.02), start, numel),
-        make_optimizer=partial(kernels.adamw, config=OptimizerConfig(), device=device),
-        max_norm=1.0,
-        device=device,
-        dtype=dtype,
-    )
     diffusion, num_rows = DiffusionConfig(), args.tokens // args.length
     x_BL = noise.random_bits(0, "bench", 0, torch.arange(num_rows), args.length) % (args.vocab - 1)
     batch = corrupt.corrupted(
@@ -129,7 +106,12 @@ def make_setting(args: argparse.Namespace) -> Setting:
         config=diffusion, schedule=schedule.from_config(diffusion), seed=0, step=0, slots=range(num_rows),
         mask_id=args.vocab - 1, vocab_size=args.vocab, dropout_sites=model.num_dropout_sites,
     ).to(device)  # fmt: skip
-    return Setting(config, device, dtype, model, engine, batch)
+    return Setting(device, dtype, model, batch)
+
+
+def initial(name: str, start: int, numel: int) -> Tensor:
+    """Weights without zeros: those of a fresh model would spare work."""
+    return init_range(0, name, Fill(bound=0.02), start, numel)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -137,7 +119,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if not torch.cuda.is_available():
         kernels.tune_cpu()
     setting = make_setting(args)
-    model, engine, batch = setting.model, setting.engine, setting.batch
+    model, device, dtype, batch = setting.model, setting.device, setting.dtype, setting.batch
+    make_optimizer = partial(kernels.adamw, config=OptimizerConfig(), device=device)
+    engine = PlainEngine(model, initial, make_optimizer, max_norm=1.0, device=device, dtype=dtype)
     ema = Ema(engine, 0.9999)
     with torch.no_grad():
         hidden_BLD = model.hidden(batch.z_BL, batch.sigma_B, None)
@@ -162,17 +146,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     forward_backward()
     update()  # the first of each pays for memory and set-up
-    flops = sizes(setting.config, args.vocab, args.length).step_flops(args.tokens, len(batch.rows_M))
+    flops = sizes(model.config, args.vocab, args.length).step_flops(args.tokens, len(batch.rows_M))
     runs = []
     for _ in range(args.repeat):
-        before = gemm_rate(setting.device, setting.dtype, seconds=1.0)
-        full = setting.seconds(forward_backward)
-        after = gemm_rate(setting.device, setting.dtype, seconds=1.0)
-        optimizer = setting.seconds(update)
-        dropped = setting.seconds(dropout)
-        head = setting.seconds(head_and_loss)
+        full, rate = seconds_and_rate(forward_backward, device, dtype)
+        optimizer, dropped, head = (seconds_of(work, device) for work in (update, dropout, head_and_loss))
         model.head.zero_grad()
-        rate = (before + after) / 2
         runs.append(
             {
                 "gemm_gflops": rate / 1e9,
@@ -190,7 +169,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "masked_rows": len(batch.rows_M),
-        "device": setting.device.type,
+        "device": device.type,
         "threads": torch.get_num_threads(),
         "peak_mb": setting.peak_mb(),
     }
@@ -199,12 +178,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def measure_original(args: argparse.Namespace) -> dict[str, float]:
     """The step of the paper's released code, as plain PyTorch."""
     setting = make_setting(args)
-    model, batch = setting.model, setting.batch
+    device, dtype, batch, model = setting.device, setting.dtype, setting.batch, filled(setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
     averages = [p.detach().clone() for p in model.parameters()]
 
     def step() -> None:
-        hidden_ND = originals_hidden(model, batch).flatten(0, 1).to(setting.dtype)
+        hidden_ND = originals_hidden(model, batch).flatten(0, 1).to(dtype)
         head = model.head
         loss = original(hidden_ND, head.weight, head.bias, batch.x_BL.flatten(), batch.rows_M, batch.weight_M)
         optimizer.zero_grad()
@@ -216,17 +195,21 @@ def measure_original(args: argparse.Namespace) -> dict[str, float]:
                 average.sub_((average - p) * 1e-4)
 
     step()
-    seconds, operations = [], []
-    for _ in range(args.repeat):
-        before = gemm_rate(setting.device, setting.dtype, seconds=1.0)
-        seconds.append(setting.seconds(step))
-        after = gemm_rate(setting.device, setting.dtype, seconds=1.0)
-        operations.append((before + after) / 2e9 * seconds[-1] / args.tokens)
+    runs = [seconds_and_rate(step, device, dtype) for _ in range(args.repeat)]
     return {
-        "original_tokens_per_second": args.tokens / statistics.median(seconds),
-        "original_gflop_per_token": statistics.median(operations),
+        "original_tokens_per_second": statistics.median(args.tokens / seconds for seconds, _ in runs),
+        "original_gflop_per_token": statistics.median(rate / 1e9 * seconds / args.tokens for seconds, rate in runs),
         "original_peak_mb": setting.peak_mb(),
     }
+
+
+def filled(setting: Setting) -> DiT:
+    """The model on its device, with its weights."""
+    model = setting.model.to(setting.dtype).to_empty(device=setting.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(initial(name, 0, p.numel()).view(p.shape))
+    return model
 
 
 def originals_hidden(model: DiT, batch: Batch) -> Tensor:

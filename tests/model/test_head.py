@@ -138,6 +138,14 @@ def test_fixed_shapes_have_one_chunk_size(monkeypatch: pytest.MonkeyPatch) -> No
     assert shapes == [(4, VOCAB), (4, WIDTH)] * 3
 
 
+def test_nothing_waits_for_the_device() -> None:
+    """Tensors on the meta device have no values: whatever looked at one would raise."""
+    inputs = {name: tensor.to("meta") for name, tensor in make_inputs(mask_id=5).items()}
+    result = ours(inputs, mask_id=5, chunk_rows=4)
+    assert result["nll"].shape == (NUM_ROWS,)
+    assert result["weight"].shape == (VOCAB, WIDTH)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "most", "on_cpu", "rows"),
     [

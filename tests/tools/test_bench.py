@@ -45,8 +45,9 @@ def test_the_originals_blocks_compute_what_ours_do() -> None:
     bench = importlib.import_module("bench_step")
     args = Namespace(size="debug", tokens=32, length=16, vocab=50, dtype="float32", dropout=0.0)
     setting = bench.make_setting(args)
-    ours = setting.model.hidden(setting.batch.z_BL, setting.batch.sigma_B, None)
-    theirs = bench.originals_hidden(setting.model, setting.batch)
+    model = bench.filled(setting)
+    ours = model.hidden(setting.batch.z_BL, setting.batch.sigma_B, None)
+    theirs = bench.originals_hidden(model, setting.batch)
     torch.testing.assert_close(theirs, ours, rtol=0.0, atol=1e-5)  # float32 values of order one
 
 
