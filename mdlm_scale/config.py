@@ -83,12 +83,15 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str = (
-        "python"  # `python` (the documentation inside the standard library) or a text file, one document a line
-    )
-    validation: str = "python"  # likewise; `python` keeps a twentieth of its documents for validation
+    # shards: a folder (tools/prepare_data.py makes it) or an address (s3://...); a small text file, one document a
+    # line; or `python`, the documentation inside the standard library
+    train: str | dict[str, float] = "python"  # one of these, or several with their weights: a mixture
+    validation: str = "python"  # one of these; `python` keeps some of its documents for validation
     length: int = 128  # L, tokens a row
     prefetch: int = 2  # global batches prepared ahead of the step
+    block_shards: int = 16  # shards whose rows are shuffled among each other
+    cache_dir: str | None = None  # where fetched and unpacked shards lie; a folder of this machine's /tmp by default
+    cache_mb: float = 50_000.0  # how large it may grow
 
 
 @dataclass(frozen=True)
@@ -199,8 +202,8 @@ class Config:
 # What may differ between two attempts at one run. Everything else decides what the run computes. Data may move: that it
 # is the same is seen by its fingerprint.
 FREE_TO_CHANGE = (
-    "run.dir", "data.train", "data.validation", "data.prefetch", "batch.micro_batch_size",
-    "parallel", "train", "evaluate", "checkpoint", "guard", "logging",
+    "run.dir", "data.train", "data.validation", "data.prefetch", "data.cache_dir", "data.cache_mb",
+    "batch.micro_batch_size", "parallel", "train", "evaluate", "checkpoint", "guard", "logging",
 )  # fmt: skip
 
 
@@ -213,8 +216,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         file = OmegaConf.load(path)
         if not OmegaConf.is_dict(file):
             raise ConfigError(f"{path} must hold sections of `key: value` pairs at its top, not a list.")
-        tree = OmegaConf.to_container(OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides))), resolve=True)
-    except (OmegaConfBaseException, UnicodeDecodeError, YAMLError, OSError) as error:
+        given = OmegaConf.from_dotlist(list(overrides))
+        if OmegaConf.select(given, "data.train") is not None and OmegaConf.select(file, "data.train") is not None:
+            file.data.pop("train")  # a mixture is one setting: merged, the datasets of both would be used
+        tree = OmegaConf.to_container(OmegaConf.merge(file, given), resolve=True)
+    except (OmegaConfBaseException, TypeError, UnicodeDecodeError, YAMLError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return from_tree(tree)
 
@@ -238,7 +244,10 @@ def to_yaml(config: Config) -> str:
 
 def changes_of_meaning(old: Config, new: Config) -> list[str]:
     """Keys that make `new` another run than `old`, each with both values."""
-    before, after = _flat(to_tree(old)), _flat(to_tree(new))
+    before, after = (
+        {f"{section}.{key}": value for section, keys in to_tree(config).items() for key, value in keys.items()}
+        for config in (old, new)
+    )
     return [
         f"{key}: {before[key]} there, {after[key]} now"
         for key in after
@@ -258,6 +267,8 @@ def _build(cls: Any, tree: Any, prefix: str, faults: list[str]) -> Any:
     for key, value in tree.items():
         if key not in hints:
             faults.append(f"{prefix}{key} is not a setting.{_did_you_mean(str(key), prefix)}")
+        elif isinstance(value, dict) and hints[key] == str | dict[str, float]:
+            values[key] = _weights(value, f"{prefix}{key}", faults)
         elif dataclasses.is_dataclass(hints[key]):
             values[key] = _build(hints[key], value, f"{prefix}{key}.", faults)
         else:
@@ -268,12 +279,23 @@ def _build(cls: Any, tree: Any, prefix: str, faults: list[str]) -> Any:
     return cls(**values)
 
 
+def _weights(mixture: dict[Any, Any], key: str, faults: list[str]) -> dict[str, float]:
+    found = {}
+    for name, weight in mixture.items():
+        try:
+            found[str(name)] = _convert(weight, float)
+        except ValueError as error:
+            faults.append(f"{key}: the weight {weight!r} of '{name}' must be {error}.")
+    return found
+
+
 def _convert(value: Any, hint: Any) -> Any:
     """`value` as type `hint`, or a ValueError that names what is expected; 1e6 is an int, '1' and True are not."""
     if isinstance(hint, types.UnionType):
-        if value is None:
+        kinds = typing.get_args(hint)
+        if value is None and type(None) in kinds:
             return None
-        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+        hint = kinds[0]
     if issubclass(hint, StrEnum):
         if value is False and "off" in hint.__members__:  # YAML reads a bare `off` as false
             value = "off"
@@ -307,10 +329,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(v) for key, v in value.items()}
     return value.value if isinstance(value, StrEnum) else value
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -21,6 +21,12 @@ class DataError(UserError):
     """The text, the tokens or the tokenizer are wrong."""
 
 
+class FetchError(DataError):
+    """Data that was there cannot be had now: a failure and not a mistake, so that a script may try again."""
+
+    exit_code = EXIT_FAILURE
+
+
 class CheckpointError(UserError):
     """A checkpoint or a run directory cannot be used."""
 

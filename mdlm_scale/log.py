@@ -77,6 +77,18 @@ def end_live() -> None:
         terminal.show("")
 
 
+def short(number: float) -> str:
+    """A large number in four characters or so."""
+    return f"{number / 1e6:.2f}M" if number >= 1e6 else f"{number / 1e3:.1f}k" if number >= 1e3 else f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """As 3m20s or 4h05m."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+
+
 def _fitting(line: str, width: int) -> str:
     """As many fields of ` | ` as fit: a line that wraps could not be cleared, and half a number misleads."""
     while len(line) > width and " | " in line:

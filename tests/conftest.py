@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +28,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
     path.write_text("".join(TEXT.format(number) + "\n" for number in range(200)))
     return path
+
+
+@pytest.fixture(scope="session")
+def shards(corpus: Path) -> Path:
+    """The same text as rows of 32 bytes in a folder of many small shards."""
+    output = corpus.with_name("shards")
+    command = ["--input", str(corpus), "--output", str(output), "--tokenizer", "bytes", "--length", "32"]
+    tool = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), "--workers", "1", "--shard-mb", "0.00155"]
+    subprocess.run([*tool, *command], check=True, timeout=120, capture_output=True)
+    assert len(list(output.glob("*.mds"))) > 30
+    return output
 
 
 @pytest.fixture

@@ -147,6 +147,56 @@ def test_wrong_type_names_the_right_one(load: Load, override: str, expected: str
     assert re.search(rf"{re.escape(override.split('=')[0])}.* must (be|hold) {re.escape(expected)}", str(caught.value))
 
 
+MIXTURE = "data: {train: {data/here: 2, 's3://bucket/there': 0.5}}"
+
+
+def test_mixture_is_addresses_and_weights(load: Load) -> None:
+    assert load(MIXTURE).data.train == {"data/here": 2.0, "s3://bucket/there": 0.5}
+
+
+def test_mixture_is_written_as_it_was_read(load: Load) -> None:
+    assert load(config_module.to_yaml(load(MIXTURE))) == load(MIXTURE)
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "expected"),
+    [
+        (MIXTURE, "data.train=some/folder", "some/folder"),
+        ("data: {train: some/folder}", "data.train={here: 1, there: 2}", {"here": 1.0, "there": 2.0}),
+        (MIXTURE, "data.train={elsewhere: 1}", {"elsewhere": 1.0}),
+    ],
+    ids=["mixture by path", "path by mixture", "mixture by mixture"],
+)
+def test_override_takes_the_place_of_a_mixture(
+    load: Load, text: str, override: str, expected: str | dict[str, float]
+) -> None:
+    assert load(text, override).data.train == expected
+
+
+@pytest.mark.parametrize("weight", ["many", "true", "[1]", "{x: 1}", ".inf", "null"])
+def test_wrong_weight_of_a_mixture_is_named(load: Load, weight: str) -> None:
+    """And not the right one beside it."""
+    with pytest.raises(ConfigError, match=r"data\.train.*wrong.*must be a number") as caught:
+        load(f"data: {{train: {{right: 1, wrong: {weight}}}}}")
+    assert "right" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["3", "null", "[here, there]"])
+def test_data_that_is_neither_address_nor_mixture_is_refused(load: Load, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train.* must be text"):
+        load("", f"data.train={value}")
+
+
+def test_list_in_the_place_of_a_mixture_is_refused(load: Load) -> None:
+    with pytest.raises(ConfigError):
+        load(MIXTURE, "data.train=[here]")
+
+
+def test_validation_is_no_mixture(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation.* must be text"):
+        load("data: {validation: {here: 1}}")
+
+
 @pytest.mark.parametrize("number", ["1e6", "1_000_000", "1000000.0"])
 def test_whole_number_may_be_written_as_a_float(load: Load, number: str) -> None:
     num_steps = load(f"train: {{num_steps: {number}}}").train.num_steps
@@ -201,7 +251,7 @@ def test_loaded_values_are_typed(load: Load) -> None:
     "override",
     [
         "run.seed=1", "model.num_layers=3", "model.dropout=0", "tokenizer.name=text8", "batch.global_batch_size=64",
-        "data.length=64", "diffusion.time_sampling=iid", "optimizer.lr=1", "ema.decay=0.5",
+        "data.length=64", "data.block_shards=2", "diffusion.time_sampling=iid", "optimizer.lr=1", "ema.decay=0.5",
     ],
 )  # fmt: skip
 def test_another_meaning_is_named(load: Load, override: str) -> None:
@@ -212,7 +262,9 @@ def test_another_meaning_is_named(load: Load, override: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "run.dir=elsewhere", "data.prefetch=9", "batch.micro_batch_size=2", "parallel.recompute=full",
+        "run.dir=elsewhere", "data.train=elsewhere", "data.train={here: 1, there: 2}", "data.validation=elsewhere",
+        "data.prefetch=9", "data.cache_dir=elsewhere", "data.cache_mb=1", "batch.micro_batch_size=2",
+        "parallel.recompute=full",
         "train.num_steps=7", "evaluate.every=3", "checkpoint.keep=5", "guard.max_skips=3", "logging.every=1",
         "logging.wandb=offline",
     ],

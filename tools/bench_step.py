@@ -5,7 +5,8 @@
 
 Every repetition measures in turn the GEMM rate, the forward and backward pass, the head and loss alone, the dropout
 alone, and optimizer + EMA; ratios are formed within a repetition and the medians are printed. `blocks` is the forward
-and backward pass less dropout, head and loss (it holds the embedding too).
+and backward pass less dropout, head and loss (it holds the embedding too). Then as many steps run as in training, from
+shards on disk through the loader's thread: what part of their time does the step wait for data?
 
 The original's step runs in a process of its own, in plain PyTorch: the same network from separate operations, every row
 through the head, log-softmax over the vocabulary, AdamW, EMA, and a C library as it comes (ours keeps freed memory).
@@ -17,6 +18,9 @@ import json
 import resource
 import statistics
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,15 +28,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_masked_ce import in_own_process, original, seconds_and_rate, seconds_of
 from torch import Tensor
 
 from mdlm_scale import kernels
-from mdlm_scale.config import DiffusionConfig, ModelConfig, OptimizerConfig, Precision
+from mdlm_scale.config import BatchConfig, DiffusionConfig, ModelConfig, OptimizerConfig, Precision
+from mdlm_scale.data import shards, source
+from mdlm_scale.data.loader import Loader
+from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type, token_type
 from mdlm_scale.diffusion import corrupt, noise, schedule
 from mdlm_scale.diffusion.corrupt import Batch
+from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT, rotary_angles, sinusoid
 from mdlm_scale.model.init import Fill, init_range
 from mdlm_scale.model.sizes import sizes
@@ -166,13 +175,43 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             }
         )
     result: dict[str, Any] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+    def step(batches: list[Batch]) -> None:
+        engine.forward_backward([each.to(device) for each in batches], args.tokens)
+        update()
+
     return result | {
+        "data_wait_share": data_wait_share(args, model.num_dropout_sites, step),
         "parameters": sum(p.numel() for p in model.parameters()),
         "masked_rows": len(batch.rows_M),
         "device": device.type,
         "threads": torch.get_num_threads(),
         "peak_mb": setting.peak_mb(),
     }
+
+
+def data_wait_share(args: argparse.Namespace, dropout_sites: int, step: Callable[[list[Batch]], None]) -> float:
+    """Of the time of some steps, how much passes until their batches are there; the first one fills the pipe."""
+    num_slots = args.tokens // args.length
+    records = np.empty(64 * num_slots, record_type(args.length, token_type(args.vocab)))
+    bits = noise.random_bits(0, "bench", 1, torch.arange(len(records)), args.length)
+    records[TOKENS], records[NUM_TOKENS] = bits % (args.vocab - 1), args.length
+    with tempfile.TemporaryDirectory() as folder:
+        writer = shards.ShardWriter(Path(folder), records.dtype, shard_bytes=1 << 20)
+        writer.add(records)
+        writer.finish({"tokenizer": {"fingerprint": ""}})
+        rows = source.Source([source.mapped(shards.read_folder(Path(folder)))])
+        loader = Loader(
+            rows, Layout(), BatchConfig(num_slots, num_slots), DiffusionConfig(), seed=0,
+            mask_id=args.vocab - 1, vocab_size=args.vocab, dropout_sites=dropout_sites,
+        )  # fmt: skip
+        step(loader.at(0))
+        loader.waited_seconds, start = 0.0, time.monotonic()
+        for number in range(1, args.repeat + 1):
+            step(loader.at(number))
+        share = loader.waited_seconds / (time.monotonic() - start)
+        loader.close()
+    return share
 
 
 def measure_original(args: argparse.Namespace) -> dict[str, float]:
@@ -257,6 +296,7 @@ def _print(args: argparse.Namespace, result: dict[str, Any]) -> None:
         seconds = result[part + "_seconds"]
         print(f"  {part.replace('_', ' '):<27}{seconds:9.3f} s   {seconds / full:.1%}")
     print(f"optimizer + EMA              {result['optimizer_and_ema_seconds']:9.3f} s")
+    print(f"waiting for data             {result['data_wait_share']:9.2%} of a step")
     print(
         f"whole step                   {result['tokens_per_second']:9.0f} tokens/s, {result['peak_mb']:.0f} MB at most"
     )

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to samples: install into .venv, train a small model for a few minutes, print its perplexity and samples.
+# From nothing to samples: install into .venv, turn Python's documentation into shards, train a small model for a few
+# minutes, print its perplexity and samples.
 #
 #   bash tools/quickstart.sh [section.key=value ...]     e.g. train.num_steps=100
 #
@@ -7,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/install.sh
+.venv/bin/python tools/prepare_data.py --recipe python --output data/quickstart
 .venv/bin/python -m mdlm_scale.train --config configs/quickstart.yaml "$@"
 dir=$(printf '%s\n' "$@" | sed -n 's/^run\.dir=//p' | tail -n 1); dir=${dir:-runs/quickstart}
 echo

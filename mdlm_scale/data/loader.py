@@ -4,6 +4,7 @@
 another step. The thread only computes earlier what `at` would compute.
 """
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -30,7 +31,9 @@ class Loader:
     dropout_sites: int
     prefetch: int = 2
     pin_memory: bool = False
+    waited_seconds: float = 0.0  # by the step, for data that was not ready
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loader"), repr=False)
+    _error: Exception | None = field(default=None, repr=False)
     _ahead: dict[int, "Future[list[Batch]]"] = field(default_factory=dict, repr=False)
 
     def at(self, step: int) -> list[Batch]:
@@ -40,10 +43,12 @@ class Loader:
             self._ahead.pop(k).cancel()
         for k in wanted:
             if k not in self._ahead:
-                self._ahead[k] = self._thread.submit(self.make, k)
+                self._ahead[k] = self._thread.submit(self._make_ahead, k)
         future = self._ahead.pop(step)
+        start = time.monotonic()
         if not wait([future], TIMEOUT_SECONDS).done:
             raise DataError(f"The data of step {step} did not come within {TIMEOUT_SECONDS:.0f} s.")
+        self.waited_seconds += time.monotonic() - start
         return future.result()
 
     def make(self, step: int) -> list[Batch]:
@@ -52,17 +57,29 @@ class Loader:
         shape = schedule.from_config(self.diffusion)
         t_N = noise.times(self.diffusion, self.seed, step, num_slots)
         own = self.layout.slots(num_slots)
-        ids = sample_ids(self.seed, step, own, num_slots, self.source.num_rows)
+        self.source.prepare(self.seed, step, num_slots)
+        ids = sample_ids(self.seed, step, own, num_slots, self.source.index)
+        x_BL, is_token_BL = self.source.rows(ids)
         batches = []
         for slots in self.layout.micro_slots(num_slots, self.batch.micro_batch_size):
-            x_BL, is_token_BL = self.source.rows(ids[slots.start - own.start : slots.stop - own.start])
+            here = slice(slots.start - own.start, slots.stop - own.start)
             made = corrupted(
-                x_BL, is_token_BL, t_N[slots.start : slots.stop],
+                x_BL[here], is_token_BL[here], t_N[slots.start : slots.stop],
                 config=self.diffusion, schedule=shape, seed=self.seed, step=step, slots=slots,
                 mask_id=self.mask_id, vocab_size=self.vocab_size, dropout_sites=self.dropout_sites,
             )  # fmt: skip
             batches.append(made.pin_memory() if self.pin_memory else made)
         return batches
+
+    def _make_ahead(self, step: int) -> list[Batch]:
+        """In the thread: after a failure nothing more is tried, which could take as long to fail."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return self.make(step)
+        except Exception as error:
+            self._error = error
+            raise
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,155 +1,278 @@
-"""Rows of tokens in memory, from text: what the loader reads while a corpus is small.
+"""Rows of tokens by number, wherever they lie: mapped from a folder, fetched from elsewhere, or made of a little text.
 
-Documents are tokenised without special tokens, an end-of-text token follows each, and the stream is cut into rows of
-L - 2 tokens with BOS in front and EOS behind. The last row is padded: nothing is dropped.
+`data.train` and `data.validation` name a folder of shards (tools/prepare_data.py), an address of one (`s3://...`), a
+small text file or `python`, whose rows are then made in memory; `data.train` may be a mixture, address by weight.
 """
 
-import ast
 import hashlib
-import pkgutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mdlm_scale.config import DataConfig
+from mdlm_scale.data import documents, order, shards
+from mdlm_scale.data.cache import Cache, Remote, read_remote
+from mdlm_scale.data.order import Index, Ints
+from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Cutter, Records, Wrapping, token_type
+from mdlm_scale.data.shards import Bytes, Description
 from mdlm_scale.data.tokenizer import Tokenizer
-from mdlm_scale.errors import DataError
+from mdlm_scale.diffusion.corrupt import row_faults
+from mdlm_scale.errors import DataError, FetchError, raise_if_any
 
-PYTHON = "python"
-VALIDATION_EVERY = 20  # one document in so many is for validation
+MAX_OPEN = 256  # shards mapped at a time
 
 
 @dataclass(frozen=True)
-class Source:
-    """Fixed rows of L tokens, by number."""
+class Dataset:
+    where: str
+    shard_rows: tuple[int, ...]
+    record: np.dtype[Any]
+    fingerprint: str
+    open: Callable[[int], Bytes]  # the rows of a shard, (rows, bytes of a record)
+    remotes: tuple[Remote, ...] = ()  # the shards, if they must be fetched
 
-    rows_NL: Tensor  # int32 on the host
-    last_length: int  # real tokens of the last row; the others are full
+
+@dataclass
+class Source:
+    """Fixed rows of L tokens, by number, out of one dataset or a mixture."""
+
+    datasets: Sequence[Dataset]
+    quotas: tuple[int, ...] = (1,)
+    block_shards: int = 16
+    cache: Cache | None = None
+    _open: OrderedDict[tuple[int, int], Bytes] = field(default_factory=OrderedDict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.index = Index(tuple(dataset.shard_rows for dataset in self.datasets), self.quotas, self.block_shards)
+        self._shards = [(d, k) for d, dataset in enumerate(self.datasets) for k in range(len(dataset.shard_rows))]
+        self._starts = np.concatenate([[0], np.cumsum([self.datasets[d].shard_rows[k] for d, k in self._shards])])
+        self._record = self.datasets[0].record
 
     @property
     def num_rows(self) -> int:
-        return len(self.rows_NL)
+        return int(self._starts[-1])
 
-    def rows(self, ids_B: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def length(self) -> int:
+        return int(self._record[TOKENS].shape[0])
+
+    def rows(self, ids_B: Ints) -> tuple[Tensor, Tensor]:
         """Token ids, (B, L) int64, and which of them are real."""
-        x_BL = self.rows_NL[ids_B].long()
-        length = x_BL.shape[1]
-        num_real_B = torch.where(ids_B == self.num_rows - 1, self.last_length, length)
-        return x_BL, torch.arange(length) < num_real_B[:, None]
+        shard_B = np.searchsorted(self._starts, ids_B, side="right") - 1
+        by_shard = np.argsort(shard_B, kind="stable")
+        shard_B, row_B = shard_B[by_shard], (ids_B - self._starts[shard_B])[by_shard]
+        edges = [0, *(np.flatnonzero(np.diff(shard_B)) + 1).tolist(), len(ids_B)]
+        found = np.empty((len(ids_B), self._record.itemsize), np.uint8)
+        for start, stop in pairwise(edges) if len(ids_B) else ():
+            rows = self._rows_of(self._shards[shard_B[start]])
+            np.take(rows, row_B[start:stop], axis=0, out=found[start:stop], mode="clip")  # checked, and unbuffered
+        records = np.take(found, np.argsort(by_shard), axis=0).view(self._record)[:, 0]
+        x_BL = torch.from_numpy(records[TOKENS]).to(torch.int64)
+        num_real_B = torch.from_numpy(records[NUM_TOKENS].astype(np.int64))
+        if bool((num_real_B == self.length).all()):
+            return x_BL, torch.ones(x_BL.shape, dtype=torch.bool)
+        return x_BL, torch.arange(self.length) < num_real_B[:, None]
+
+    def prepare(self, seed: int, step: int, global_batch_size: int) -> None:
+        """Have what must be fetched for a step and its followers on its way, and let go of what came before."""
+        if self.cache is not None:
+            ahead = order.shards_ahead(seed, step, global_batch_size, self.index)
+            for shard in set(self._open) - set(ahead):
+                del self._open[shard]
+            self.cache.want([self.datasets[d].remotes[k] for d, k in ahead if self.datasets[d].remotes])
 
     def fingerprint(self) -> str:
-        """Equal for equal rows: what a resumed run compares."""
-        shape = f"{tuple(self.rows_NL.shape)} {self.last_length} ".encode()
-        return hashlib.sha256(shape + self.rows_NL.numpy().tobytes()).hexdigest()
+        """Equal for equal rows in equal shares: what a resumed run compares."""
+        told = [[dataset.fingerprint, quota] for dataset, quota in zip(self.datasets, self.quotas, strict=True)]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     def describe(self) -> str:
-        num_rows, length = self.rows_NL.shape
-        return f"{num_rows:,} rows of {length} tokens, {(num_rows - 1) * length + self.last_length:,} in all"
+        parts = [
+            f"{sum(dataset.shard_rows):,} rows in {len(dataset.shard_rows)} shard(s) of {dataset.where}"
+            + (f" ({quota / sum(self.quotas):.2%})" if len(self.datasets) > 1 else "")
+            for dataset, quota in zip(self.datasets, self.quotas, strict=True)
+        ]
+        return f"{', '.join(parts)}; {self.length} tokens a row"
 
     def unigram_perplexity(self, num_rows: int) -> float:
         """Perplexity of the first rows under their own token frequencies: the best without context."""
-        x_BL, is_token_BL = self.rows(torch.arange(min(num_rows, self.num_rows)))
+        x_BL, is_token_BL = self.rows(np.arange(min(num_rows, self.num_rows)))
         counts = torch.bincount(x_BL[is_token_BL]).double()
         p = counts[counts > 0] / counts.sum()
         return float(torch.exp(-(p * p.log()).sum()))
 
+    def _rows_of(self, shard: tuple[int, int]) -> Bytes:
+        if shard in self._open:
+            self._open.move_to_end(shard)
+        else:
+            d, k = shard
+            self._open[shard] = self.datasets[d].open(k)
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+        return self._open[shard]
 
-def load(where: str, split: str, config: DataConfig, tokenizer: Tokenizer) -> Source:
-    """The rows of `python` or of a text file; `split` is train or validation and names the setting in errors."""
-    source = wrap((tokenizer.encode(text) for text in documents(where, split)), config.length, tokenizer)
-    if source.num_rows == 0:
-        raise DataError(f"data.{split}='{where}' holds no text.")
-    largest = int(source.rows_NL.max())
-    if largest >= tokenizer.vocab_size:
+
+def load(
+    where: str | Mapping[str, float], split: str, config: DataConfig, tokenizer: Tokenizer, cache: Cache
+) -> Source:
+    """Open what `data.train` or `data.validation` names; all faults at once."""
+    weights = {where: 1.0} if isinstance(where, str) else where
+    datasets, found = [], []
+    for address in weights:
+        try:
+            datasets.append(_dataset(address, split, config, tokenizer, cache))
+        except DataError as error:
+            found.append(f"data.{split}: {error}")
+    raise_if_any(found, DataError)
+    if len({dataset.record for dataset in datasets}) > 1:
+        types = ", ".join(f"{dataset.where}: {dataset.record[TOKENS].base}" for dataset in datasets)
+        raise DataError(f"data.{split}: a mixture needs one type of tokens, not {types}. Prepare with one --dtype.")
+    remotes = [remote for dataset in datasets for remote in dataset.remotes[: 2 * config.block_shards]]
+    if (window := sum(remote.file.num_bytes for remote in remotes)) > cache.limit_bytes:
         raise DataError(
-            f"data.{split}='{where}' holds token id {largest}, but the vocabulary of tokenizer.name="
-            f"'{tokenizer.name}' has {tokenizer.vocab_size} entries. Use the tokenizer that made the tokens."
+            f"data.cache_mb={config.cache_mb} is too small for data.{split}: two blocks of data.block_shards="
+            f"{config.block_shards} shards take {window / 1e6:.6g} MB. Raise the one or lower the other."
         )
-    if bool((source.rows_NL == tokenizer.mask_id).any()):
+    return Source(datasets, order.quotas(list(weights.values())), config.block_shards, cache if remotes else None)
+
+
+def open_cache(config: DataConfig) -> Cache:
+    folder = config.cache_dir or Path(tempfile.gettempdir()) / f"mdlm_scale-{os.getuid()}"
+    return Cache(Path(folder), int(config.cache_mb * 1e6))
+
+
+def in_memory(records: Records, where: str = "memory", tokenizer_fingerprint: str = "") -> Dataset:
+    """A dataset of one shard, made here."""
+    rows = records.view(np.uint8).reshape(len(records), -1)
+    told = f"{tokenizer_fingerprint} {records.dtype} {len(records)} ".encode()
+    fingerprint = hashlib.sha256(told + records.tobytes()).hexdigest()
+    return Dataset(where, (len(records),), records.dtype, fingerprint, lambda k: rows)
+
+
+def _dataset(where: str, split: str, config: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Dataset:
+    if where == documents.PYTHON or Path(where).is_file():
+        return in_memory(_text_rows(where, split, config, tokenizer), where, tokenizer.fingerprint)
+    if "://" in where:
+        description = read_remote(where)
+    elif Path(where).is_dir():
+        description = shards.read_folder(Path(where))
+    else:
         raise DataError(
-            f"data.{split}='{where}' holds the mask token, id {tokenizer.mask_id}, which only noise may write."
+            f"'{where}' does not exist. Give a folder of shards (tools/prepare_data.py makes it), the address of one "
+            f"(s3://...), a small text file, or `python`."
         )
-    return source
+    raise_if_any(_disagreements(description, config, tokenizer), DataError)
+    packed = any(file.compressed for file in description.files)
+    return _fetched(description, cache) if packed or "://" in where else mapped(description)
 
 
-def documents(where: str, split: str) -> Iterator[str]:
-    """The texts of a split, one at a time."""
-    if where == PYTHON:
-        wanted = split == "validation"
-        for name, text in python_documents():
-            if (_bucket(name) == 0) == wanted:
-                yield text
-        return
-    path = Path(where)
-    if not path.is_file():
-        raise DataError(f"data.{split}='{where}' is not a file. Give a text file (one document a line), or `python`.")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"data.{split}='{where}' is not UTF-8 text: {error}.") from error
-    yield from (line for line in lines if line.strip())
+def mapped(description: Description) -> Dataset:
+    """Shards on a file system of this machine: pages of memory that are files."""
+    verified: set[int] = set()
+
+    def rows(k: int) -> Bytes:
+        file, path = description.files[k], Path(description.where) / description.files[k].name
+        try:
+            data = np.memmap(path, np.uint8, mode="r")
+        except (OSError, ValueError) as error:
+            raise DataError(f"shard '{path}' cannot be read: {error}.") from error
+        found = shards.rows_of(data, file, description.record, str(path), verify=k not in verified)
+        verified.add(k)
+        return found
+
+    return _of(description, rows, ())
 
 
-def wrap(documents: Iterable[list[int]], length: int, tokenizer: Tokenizer) -> Source:
-    """Cut the stream of documents into rows of `length` tokens."""
-    stream: list[int] = []
-    for ids in documents:
-        stream += [*ids, tokenizer.eos_id]
-    inner = length - 2
-    num_rows = -(-len(stream) // inner)
-    rows_NL = torch.full((num_rows, length), tokenizer.pad_id, dtype=torch.int32)
-    if num_rows == 0:
-        return Source(rows_NL, 0)
-    rows_NL[:, 0] = tokenizer.bos_id
-    tokens = torch.tensor(stream, dtype=torch.int32)
-    rows_NL[:-1, 1:-1] = tokens[: (num_rows - 1) * inner].view(-1, inner)
-    rows_NL[:-1, -1] = tokenizer.eos_id
-    rest = tokens[(num_rows - 1) * inner :]
-    rows_NL[-1, 1 : len(rest) + 1] = rest
-    rows_NL[-1, len(rest) + 1] = tokenizer.eos_id
-    return Source(rows_NL, len(rest) + 2)
+def _fetched(description: Description, cache: Cache) -> Dataset:
+    """Shards elsewhere, or compressed: copies in the cache."""
+    remotes = tuple(
+        Remote(f"{description.where.rstrip('/')}/{file.stored_name}", description.fingerprint[:16], file)
+        for file in description.files
+    )
+
+    def rows(k: int) -> Bytes:
+        for _ in range(3):
+            try:
+                path = cache.get(remotes[k])
+                data = np.memmap(path, np.uint8, mode="r")
+                return shards.rows_of(data, remotes[k].file, description.record, str(path), verify=True)
+            except FetchError:
+                raise
+            except FileNotFoundError:  # another process dropped it before it was open here
+                continue
+            except DataError:  # what an earlier run left there has suffered since
+                path.unlink(missing_ok=True)
+        raise DataError(f"shard '{remotes[k].url}' does not stay in {cache.folder}. Raise data.cache_mb.")
+
+    return _of(description, rows, remotes)
 
 
-@lru_cache
-def python_documents() -> tuple[tuple[str, str], ...]:
-    """(name, text) of the documentation that ships with Python: its help topics, and the library's doc strings."""
-    from pydoc_data.topics import topics
-
-    documents = sorted(topics.items())
-    library = Path(ast.__file__).parent
-    for name in sorted(module.name for module in pkgutil.iter_modules([str(library)])):
-        path = library / f"{name}.py" if (library / f"{name}.py").is_file() else library / name / "__init__.py"
-        if not path.is_file():
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        texts = list(_doc_strings(tree))
-        if texts:
-            documents.append((name, "\n\n".join(texts)))
-    return tuple(documents)
+def _of(description: Description, rows: Callable[[int], Bytes], remotes: tuple[Remote, ...]) -> Dataset:
+    counts = tuple(file.num_rows for file in description.files)
+    return Dataset(description.where, counts, description.record, description.fingerprint, rows, remotes)
 
 
-def _doc_strings(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
-    """Of a module, its classes and functions, and their methods."""
-    if text := ast.get_docstring(node):
-        yield text
-    for child in node.body:
-        if isinstance(child, ast.ClassDef | ast.FunctionDef):
-            yield from _doc_strings(child)
+def _disagreements(description: Description, config: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """What of the shards is not what the run was configured for."""
+    found, made_by = [], description.manifest["tokenizer"]
+    if description.length != config.length:
+        found.append(
+            f"'{description.where}' has rows of {description.length} tokens, but data.length={config.length}. Set "
+            f"data.length={description.length}, or prepare the data with --length {config.length}."
+        )
+    if made_by["fingerprint"] != tokenizer.fingerprint:
+        found.append(
+            f"'{description.where}' was tokenised with '{made_by['name']}' ({made_by['vocab_size']} entries), but "
+            f"tokenizer.name='{tokenizer.name}' has {tokenizer.vocab_size} and another vocabulary. Use the tokenizer "
+            f"that made the tokens, or prepare the data with this one."
+        )
+    return found
 
 
-def _bucket(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") % VALIDATION_EVERY
+def _text_rows(where: str, split: str, config: DataConfig, tokenizer: Tokenizer) -> Records:
+    """The wrapped rows of a text file (or of one split of `python`)."""
+    files = documents.find([where])
+    found = list(documents.blocks(files))
+    if where == documents.PYTHON:
+        cut = len(documents.python_documents()) - documents.PYTHON_VALIDATION
+        found = list(documents.part(iter(found), *((0, cut) if split == "train" else (cut, None))))
+    cutter = Cutter(Wrapping(), config.length, tokenizer, token_type(tokenizer.vocab_size))
+    texts = [text for block in found for text in documents.read(block, "text", strict=True).texts]
+    ids = tokenizer.encode_batch(texts)
+    records = np.concatenate([cutter.add(cutter.pack(ids)), cutter.finish()])
+    if len(records) == 0:
+        raise DataError(f"'{where}' holds no text.")
+    tokens = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+    faults = row_faults(tokens, torch.empty(0), mask_id=tokenizer.mask_id, vocab_size=tokenizer.vocab_size)
+    raise_if_any((f"'{where}': {fault}" for fault in faults), DataError)
+    return records
 
 
 def faults(config: DataConfig) -> list[str]:
-    """What is wrong with the data section, before any text is read."""
+    """What is wrong with the data section, before anything is read."""
     found = []
     if config.length < 3:
         found.append(f"data.length={config.length} must be at least 3: a token between BOS and EOS.")
-    if config.prefetch < 1:
-        found.append(f"data.prefetch={config.prefetch} must be at least 1.")
+    for key in ("prefetch", "block_shards"):
+        if getattr(config, key) < 1:
+            found.append(f"data.{key}={getattr(config, key)} must be at least 1.")
+    if not isinstance(config.train, str):
+        wrong = {where: weight for where, weight in config.train.items() if not weight > 0}
+        found += [f"data.train: the weight {weight} of '{where}' must be positive." for where, weight in wrong.items()]
+        if not wrong and config.train:
+            shares = order.quotas(list(config.train.values()))
+            small = [where for where, share in zip(config.train, shares, strict=True) if share == 0]
+            found += [f"data.train: '{where}' has less than 1/{order.PERIOD} of the weight." for where in small]
+        elif not config.train:
+            found.append("data.train={} names no data.")
     return found

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mdlm_scale.config import TokenizerConfig
 from mdlm_scale.errors import ConfigError, raise_if_any
 from mdlm_scale.log import log
+
+Ids = NDArray[Any]  # token ids, of some unsigned type
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,12 @@ class Tokenizer:
     pad_id: int  # fills the end of a row; never scored
     bos_id: int
     eos_id: int
-    encode: Callable[[str], list[int]]  # without special tokens
+    encode_batch: Callable[[list[str]], list[Ids]]  # without special tokens
     decode: Callable[[list[int]], str]  # special tokens are shown, so that nothing of a sample is hidden
     fingerprint: str  # equal for equal vocabularies
+
+    def encode(self, text: str) -> list[int]:
+        return [int(i) for i in self.encode_batch([text])[0]]
 
 
 def load(config: TokenizerConfig) -> Tokenizer:
@@ -62,7 +70,8 @@ def _bytes() -> Tokenizer:
 
     return Tokenizer(
         name="bytes", vocab_size=260, mask_id=259, pad_id=258, bos_id=256, eos_id=257,
-        encode=lambda text: list(text.encode()), decode=decode, fingerprint=_hash(("bytes", *specials)),
+        encode_batch=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+        decode=decode, fingerprint=_hash(("bytes", *specials)),
     )  # fmt: skip
 
 
@@ -80,10 +89,11 @@ def _text8() -> Tokenizer:
         *"abcdefghijklmnopqrstuvwxyz ",
     ]
     index = {symbol: i for i, symbol in enumerate(symbols)}
+    id_of_byte = np.array([index.get(chr(byte), index["[UNK]"]) for byte in range(256)], np.uint8)
     return Tokenizer(
         name="text8", vocab_size=len(symbols), mask_id=index["[MASK]"], pad_id=index["[PAD]"],
         bos_id=index["[BOS]"], eos_id=index["[EOS]"],
-        encode=lambda text: [index.get(c, index["[UNK]"]) for c in text],
+        encode_batch=lambda texts: [id_of_byte[np.frombuffer(t.encode("latin-1", "replace"), np.uint8)] for t in texts],
         decode=lambda ids: "".join(symbols[i] for i in ids), fingerprint=_hash(symbols),
     )  # fmt: skip
 
@@ -141,11 +151,23 @@ def _hugging_face(name: str) -> Tokenizer:
         pad_id=_first(theirs.pad_token_id if theirs.pad_token_id != mask_id else None, eos_id),
         bos_id=bos_id,
         eos_id=eos_id,
-        # text that happens to spell a special token is text: a clean row must never hold the mask
-        encode=lambda text: theirs.encode(text, add_special_tokens=False, split_special_tokens=True),
+        encode_batch=_batch_encoder(theirs),
         decode=decode,
         fingerprint=_hash([sorted(vocabulary.items(), key=lambda item: item[1]), mask_id]),
     )
+
+
+def _batch_encoder(theirs: Any) -> Callable[[list[str]], list[Ids]]:
+    """Text that happens to spell a special token is text: a clean row must never hold the mask."""
+    if theirs.is_fast:
+        backend = theirs.backend_tokenizer  # asked directly: its Python wrapper takes longer than the tokenising
+        backend.encode_special_tokens = True
+        return lambda texts: [
+            np.array(found.ids, np.uint32) for found in backend.encode_batch_fast(texts, add_special_tokens=False)
+        ]
+    return lambda texts: [
+        np.array(theirs.encode(text, add_special_tokens=False, split_special_tokens=True), np.uint32) for text in texts
+    ]
 
 
 def _first(*ids: int | None) -> Any:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from mdlm_scale.config import DiffusionConfig, EvaluateConfig, TimeSampling
 from mdlm_scale.data.source import Source
@@ -50,7 +50,7 @@ def evaluate(
         total, num_tokens = 0.0, 0
         for start in range(0, len(slots), micro_batch_size):
             part = slots[start : start + micro_batch_size]
-            x_BL, is_token_BL = source.rows(torch.arange(part.start, part.stop) + block * BLOCK)
+            x_BL, is_token_BL = source.rows(np.arange(part.start, part.stop) + block * BLOCK)
             batch = corrupted(
                 x_BL, is_token_BL, t_N[part.start : part.stop],
                 config=diffusion, schedule=shape, seed=config.seed, step=block, slots=part,

@@ -52,7 +52,7 @@ def train(run: Run, state: State) -> State:
         state = state.after(update)
         if update.applied:
             run.ema.update(engine, state.updates)
-        run.metrics.train(state, report, update, lr)
+        run.metrics.train(state, report, update, lr, run.loader.waited_seconds)
         if not update.applied:
             run.metrics.event(
                 state.step, f"step {state.step - 1} was skipped: loss {report.loss}, norm {update.grad_norm}"

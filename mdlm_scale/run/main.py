@@ -100,10 +100,11 @@ def _read_data(config: Config) -> Data:
         "train": (config.data.train, config.batch.global_batch_size, "one global batch"),
         "validation": (config.data.validation, 2 * evaluate.BLOCK, "two blocks, for a standard error"),
     }
+    cache = source_module.open_cache(config.data)
     sources, found = {}, []
     for split, (where, least, reason) in wanted.items():
         try:
-            source = sources[split] = source_module.load(where, split, config.data, tokenizer)
+            source = sources[split] = source_module.load(where, split, config.data, tokenizer, cache)
         except DataError as error:
             found.append(str(error))
             continue

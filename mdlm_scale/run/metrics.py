@@ -37,6 +37,7 @@ class Metrics:
         self.first_step = state.step
         self.started = self.row_time = time.monotonic()
         self.since_row = (0, 0)  # tokens and masked tokens since the last row
+        self.row_waited = 0.0  # seconds waited for data until the last row
         path = self.folder / "metrics.jsonl"
         _forget_after(path, state.step)
         self.file = path.open("a", encoding="utf-8")
@@ -52,7 +53,7 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
 
-    def train(self, state: State, report: Report, update: Update, lr: float) -> None:
+    def train(self, state: State, report: Report, update: Update, lr: float, waited_seconds: float) -> None:
         """After each step: refresh the progress line; every n steps and at the end, a row."""
         tokens, masked = self.since_row = (self.since_row[0] + report.num_tokens, self.since_row[1] + report.num_masked)
         now = time.monotonic()
@@ -69,12 +70,13 @@ class Metrics:
             "nll_by_t": report.bucket_nll,
             "tokens_per_second": tokens / seconds,
             "gemm_share": self.sizes.step_flops(tokens, masked) / seconds / self.gemm_rate,
+            "data_wait_share": (waited_seconds - self.row_waited) / seconds,
             "seconds": now - self.started,
         }
         last = state.step == self.num_steps
         if last or state.step % self.every == 0:
             self.write("train", state.step, row)
-            self.row_time, self.since_row = now, (0, 0)
+            self.row_time, self.since_row, self.row_waited = now, (0, 0), waited_seconds
         log_module.live(self._progress(state.step, row), last)
 
     def evaluated(self, step: int, evaluation: Evaluation, unigram_ppl: float) -> None:
@@ -107,10 +109,10 @@ class Metrics:
         per_step = (time.monotonic() - self.started) / (step - self.first_step)
         return (
             f"step {step}/{self.num_steps} {step / self.num_steps:4.0%} | "
-            f"eta {_duration((self.num_steps - step) * per_step)} | "
+            f"eta {log_module.duration((self.num_steps - step) * per_step)} | "
             f"nelbo {row['nelbo']:.4f} ppl {row['ppl']:.2f} | "
             f"grad {row['grad_norm']:.2f} lr {row['lr']:.1e} | "
-            f"{_short(row['tokens_per_second'])} tok/s {row['gemm_share']:.0%} of GEMM peak"
+            f"{log_module.short(row['tokens_per_second'])} tok/s {row['gemm_share']:.0%} of GEMM peak"
         )
 
 
@@ -164,13 +166,3 @@ def _json_safe(value: Any) -> Any:
     if isinstance(value, list):
         return [_json_safe(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _short(number: float) -> str:
-    return f"{number / 1e6:.2f}M" if number >= 1e6 else f"{number / 1e3:.1f}k" if number >= 1e3 else f"{number:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

@@ -1,7 +1,10 @@
 """A user's mistake gets one clear error, exit code 2, and nothing is written."""
 
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,10 +24,10 @@ MISTAKES = {
     "t_min": (["diffusion.t_min=1.5"], "diffusion.t_min=1.5 must lie strictly between 0 and 1"),
     "mask id": (["tokenizer.mask_id=260"], "tokenizer.mask_id=260 is outside the vocabulary, 0 .. 259."),
     "vocabulary": (["tokenizer.vocab_size=100"], "tokenizer.vocab_size=100, but 'bytes' has 260 entries"),
-    "no corpus": (["data.train=nowhere.txt"], "data.train='nowhere.txt' is not a file"),
+    "no corpus": (["data.train=nowhere.txt"], "data.train: 'nowhere.txt' does not exist"),
     "short corpus": (["batch.global_batch_size=4000"], "is too short: "),
     "short validation": (["data.length=9000"], "at least 16 are needed (two blocks, for a standard error)"),
-    "no files": (["data.train=a.txt", "data.validation=b.txt"], "data.validation='b.txt' is not a file"),
+    "no files": (["data.train=a.txt", "data.validation=b.txt"], "data.validation: 'b.txt' does not exist"),
     "GPU": (["train.device=cuda"], "PyTorch sees no GPU"),
     "override": (["nonsense"], "'nonsense' is not an override"),
     "lr": (["optimizer.lr=0"], "optimizer.lr=0.0 must be above 0."),
@@ -86,6 +89,54 @@ def test_resume_with_other_data(
     text.write_text(corpus.read_text().replace("fox", "cat"))
     assert train_run(f"data.train={text}") == 2
     assert "was trained on other data: data.train changed" in capsys.readouterr().err
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (Path.unlink, "shard.00007.mds' is missing"),
+    "truncated": (lambda path: os.truncate(path, 100), "shard.00007.mds' has 100 bytes"),
+    "corrupt": (flip, "shard.00007.mds' is corrupt"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_shard_ends_the_run(
+    train_run: Train, tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """At the start, or in the epoch that uses it: never a shorter epoch."""
+    copy = shutil.copytree(shards, tmp_path / "shards")
+    DAMAGES[damage][0](copy / "shard.00007.mds")
+    assert train_run(f"data.train={copy}", "train.num_steps=100", "evaluate.every=1000") == 2
+    assert DAMAGES[damage][1] in capsys.readouterr().err
+
+
+def test_shards_of_another_length_and_tokenizer(
+    train_run: Train, tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_run(f"data.train={shards}", "data.length=64", "tokenizer.name=text8") == 2
+    message = capsys.readouterr().err
+    assert "has rows of 32 tokens, but data.length=64" in message
+    assert "was tokenised with 'bytes' (260 entries), but tokenizer.name='text8'" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_with_other_shards(
+    train_run: Train, tmp_path: Path, shards: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same text, but as one shard: another order of samples."""
+    assert train_run(f"data.train={shards}", "train.num_steps=3") == 0
+    assert train_run(f"data.train={corpus}") == 2
+    assert "was trained on other data: data.train changed" in capsys.readouterr().err
+
+
+def test_shards_may_move(train_run: Train, tmp_path: Path, shards: Path) -> None:
+    assert train_run(f"data.train={shards}", "train.num_steps=3") == 0
+    assert train_run(f"data.train={shutil.copytree(shards, tmp_path / 'elsewhere')}") == 0
 
 
 def test_folder_of_something_else(train_run: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from mdlm_scale import config
 from mdlm_scale.errors import EXIT_RUN_AGAIN
 from mdlm_scale.run import checkpoint
 
-PERFORMANCE = {"tokens_per_second", "gemm_share", "seconds"}  # the figures that may differ between equal runs
+PERFORMANCE = {"tokens_per_second", "gemm_share", "data_wait_share", "seconds"}  # may differ between equal runs
 
 
 def rows(run: Path, kind: str) -> list[dict[str, Any]]:
