@@ -295,6 +295,8 @@ def _convert(value: Any, hint: Any) -> Any:
         kinds = typing.get_args(hint)
         if value is None and type(None) in kinds:
             return None
+        if dict[str, float] in kinds and not isinstance(value, str):
+            raise ValueError("text, or `name: weight` pairs")
         hint = kinds[0]
     if issubclass(hint, StrEnum):
         if value is False and "off" in hint.__members__:  # YAML reads a bare `off` as false

@@ -12,6 +12,15 @@ class UserError(Exception):
 
     exit_code = EXIT_USER_MISTAKE
 
+    def __init__(self, *faults: str) -> None:
+        super().__init__(*faults)
+        self.faults = faults  # each a sentence of its own
+
+    def __str__(self) -> str:
+        if len(self.faults) == 1:
+            return self.faults[0]
+        return f"{len(self.faults)} faults:\n" + "\n".join(f"  - {fault}" for fault in self.faults)
+
 
 class ConfigError(UserError):
     """The configuration, or the way it was called, is wrong."""
@@ -39,8 +48,5 @@ class TrainingError(UserError):
 
 def raise_if_any(faults: Iterable[str], error: type[UserError] = ConfigError) -> None:
     """Raise one `error` that lists every fault, or return if there is none."""
-    found = list(faults)
-    if len(found) == 1:
-        raise error(found[0])
-    if found:
-        raise error(f"{len(found)} faults:\n" + "\n".join(f"  - {fault}" for fault in found))
+    if found := list(faults):
+        raise error(*found)

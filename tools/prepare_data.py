@@ -14,6 +14,7 @@ DIR/validation do. `data.train=DIR` trains on it.
 import argparse
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from mdlm_scale.data.documents import File
 from mdlm_scale.data.prepare import Documents, Settings, Workers, prepare
 from mdlm_scale.data.recipes import DETOKENIZERS, RECIPES, Recipe
 from mdlm_scale.data.rows import Wrapping
-from mdlm_scale.errors import DataError, UserError
+from mdlm_scale.errors import DataError, UserError, raise_if_any
 from mdlm_scale.log import log
 
 SPLIT = re.compile("(?<![a-z])(train|test|valid(?:ation)?)(?![a-z])")  # the last in a path is the file's own
@@ -42,7 +43,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--length", type=int, metavar="L", help="tokens a row")
     add("--workers", type=int, metavar="W", help="processes (one for each core)")
     add("--split", nargs="+", choices=("train", "validation"), help="only these splits of a recipe")
-    add("--validation-documents", type=int, metavar="N", help="the last N documents are the validation split")
+    add("--validation-documents", type=int, metavar="N", help="the last N lines or records are for validation")
     add("--field", metavar="NAME", help="of a JSON object or a Parquet column that holds the text (text)")
     add("--whole-files", action="store_true", help="a text file is one document")
     add("--detokenizer", choices=DETOKENIZERS, help="undo a corpus's way of writing punctuation (none)")
@@ -53,7 +54,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("uint16", "uint32"), help="of a token (uint16 if the vocabulary fits)")
     add("--zstd", action="store_true", help="compress the shards")
     add("--shard-mb", type=float, default=shards.SHARD_BYTES / 1e6, metavar="MB", help="size of a shard (67)")
-    add("--verify", type=Path, metavar="DIR", help="only check the hashes of prepared shards")
+    add("--verify", nargs="+", type=Path, metavar="DIR", help="only check the hashes of prepared shards")
     args = parser.parse_args(argv)
     if args.verify is None:
         if args.output is None:
@@ -74,11 +75,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     log_module.start()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays
     try:
         if args.verify is not None:
-            checked = shards.verify(args.verify)
-            print(f"{args.verify}: {len(checked.files)} shards, {checked.manifest['rows']:,} rows, as they were made")
-            return 0
+            return verify(args.verify)
         recipe = RECIPES.get(args.recipe, PLAIN)
         settings = make_settings(args, recipe)
         found = sources(args, recipe)
@@ -91,8 +91,23 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         log_module.end_live()
-        print("interrupted: nothing was written; the same command starts again", file=sys.stderr)
+        print("interrupted: nothing half-written is left; the same command goes on", file=sys.stderr)
         return 130
+    return 0
+
+
+def verify(folders: list[Path]) -> int:
+    """Read every shard of the folders, and of the splits in them."""
+    faults: list[str] = []
+    for folder in folders:
+        for own in sorted(path.parent for path in folder.glob(f"*/{shards.MANIFEST}")) or [folder]:
+            try:
+                checked = shards.verify(own)
+            except DataError as error:
+                faults += error.faults
+            else:
+                print(f"{own}: {len(checked.files)} shard(s), {checked.manifest['rows']:,} rows, as they were made")
+    raise_if_any(faults, DataError)
     return 0
 
 
@@ -127,7 +142,9 @@ def sources(args: argparse.Namespace, recipe: Recipe) -> dict[str, Documents]:
         log.info("counting documents")
         total = sum(block.num_records for block in documents.blocks(files))
         if not 0 < num_validation < total:
-            raise DataError(f"--validation-documents {num_validation} must be less than the {total} documents.")
+            raise DataError(
+                f"--validation-documents {num_validation} must be less than the {total} records, and not negative."
+            )
         cut = total - num_validation
         found = {"train": Documents(files, 0, cut), "validation": Documents(files, cut, total)}
     elif recipe.splits:

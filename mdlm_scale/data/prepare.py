@@ -18,7 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import forkserver, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,11 @@ class Workers(ProcessPoolExecutor):
         context = get_context("forkserver")
         own = settings.tokenizer in ("bytes", "text8")
         context.set_forkserver_preload([__name__] if own else [__name__, "transformers.models.auto.tokenization_auto"])
+        handler = signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C is the parent's to handle: children inherit this
+        forkserver.ensure_running()
+        signal.signal(signal.SIGINT, handler)
         super().__init__(count, context, _start_worker, (settings,))
         self.count = count
 
@@ -109,15 +114,15 @@ def prepare(source: Documents, output: Path, settings: Settings, workers: Worker
     counts = Counts()
     with _aside(output) as folder:
         writer = shards.ShardWriter(folder, cutter.record, shard_bytes=settings.shard_bytes, compress=settings.compress)
-        progress = _progress(output, source)
+        progress = _Progress(output, source)
         for block, packed, found in _tokenised(source.blocks(), workers):
             writer.add(cutter.add(packed))
             counts.add(found)
-            progress(block, counts)
+            progress.show(block, counts)
         writer.add(cutter.finish())
         if writer.num_rows == 0:
             names = ", ".join(file.path for file in source.files[:5])
-            raise DataError(f"there is no text in {names}: {counts.empty_documents} empty documents.")
+            raise DataError(f"there is no text in {names} ({counts.empty_documents} empty records).")
         manifest = writer.finish({"format": 1, **made_from, **vars(counts)})
     return manifest
 
@@ -210,7 +215,6 @@ _worker: tuple[Settings, Tokenizer, Callable[[str], str], Cutter]
 def _start_worker(settings: Settings) -> None:
     global _worker
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = tokenizer_module.load(TokenizerConfig(name=settings.tokenizer))
     _worker = settings, tokenizer, recipes.detokenizer(settings.detokenizer), _cutter(settings, tokenizer)
@@ -248,23 +252,31 @@ def _cutter(settings: Settings, tokenizer: Tokenizer) -> Cutter:
     return Cutter(settings.wrapping, settings.length, tokenizer, token)
 
 
-def _progress(output: Path, source: Documents) -> Callable[[Block, Counts], None]:
-    """A function to call after each block: a live line with documents/s, tokens/s and the time that is left."""
-    start = time.monotonic()
-    total_bytes = sum(file.num_bytes for file in source.files)
-    total_records = None if source.stop is None else source.stop - source.start
-    done = {"bytes": 0, "records": 0}
+class _Progress:
+    """A live line after each block: documents/s, tokens/s and the time that is left.
 
-    def show(block: Block, counts: Counts) -> None:
-        done["bytes"] += block.num_bytes
-        done["records"] += block.num_records
-        share = done["records"] / total_records if total_records else done["bytes"] / max(total_bytes, 1)
-        seconds = max(time.monotonic() - start, 1e-3)
-        left = f"eta {log_module.duration(seconds * (1 / share - 1))}" if 0 < share < 1 else "eta -"
+    Rates begin with the first block's end: how long workers take to start says nothing of the rest.
+    """
+
+    def __init__(self, output: Path, source: Documents) -> None:
+        self.output = output
+        self.by_records = source.stop is not None
+        self.total = (source.stop or 0) - source.start if self.by_records else sum(f.num_bytes for f in source.files)
+        self.done = 0
+        self.first: tuple[float, float, int, int] | None = None  # time, share, documents and tokens by then
+
+    def show(self, block: Block, counts: Counts) -> None:
+        self.done += block.num_records if self.by_records else block.num_bytes
+        now, share = time.monotonic(), min(self.done / max(self.total, 1), 1.0)
+        if self.first is None:
+            self.first = now, share, counts.documents, counts.text_tokens
+            return
+        start, first_share, num_documents, num_tokens = self.first
+        seconds = max(now - start, 1e-3)
+        left = seconds * (1 - share) / max(share - first_share, 1e-9)
         log_module.live(
-            f"{output} {min(share, 1.0):4.0%} | {left} | {counts.documents:,} documents, "
-            f"{log_module.short(counts.documents / seconds)}/s | {log_module.short(counts.text_tokens)} tokens, "
-            f"{log_module.short(counts.text_tokens / seconds)}/s"
+            f"{self.output} {share:4.0%} | eta {log_module.duration(left)} | {counts.documents:,} documents, "
+            f"{log_module.short((counts.documents - num_documents) / seconds)}/s | "
+            f"{log_module.short(counts.text_tokens)} tokens, "
+            f"{log_module.short((counts.text_tokens - num_tokens) / seconds)}/s"
         )
-
-    return show

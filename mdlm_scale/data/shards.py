@@ -164,6 +164,8 @@ def _read_description(folder: Path) -> Description:
     try:
         index, manifest = (folder / INDEX).read_bytes(), (folder / MANIFEST).read_bytes()
     except OSError as error:
+        if splits := sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}")):
+            raise DataError(f"'{folder}' holds {' and '.join(splits)}; name one: {folder / splits[0]}.") from error
         raise DataError(
             f"'{folder}' is no folder of prepared rows: {error.strerror}: {error.filename}. Make it with "
             f"tools/prepare_data.py."
@@ -190,7 +192,8 @@ def rows_of(data: Bytes, file: ShardFile, record: np.dtype[Any], where: str, *, 
         raise DataError(f"shard '{where}' has {len(data):,} bytes, its index says {file.num_bytes:,}. Restore it.")
     if verify and (found := xxhash.xxh64(data.data).hexdigest()) != file.hashes["xxh64"]:
         raise DataError(
-            f"shard '{where}' is corrupt: its xxh64 is {found}, the index says {file.hashes['xxh64']}. Restore it."
+            f"shard '{where}' is corrupt: its xxh64 is {found}, the index says {file.hashes['xxh64']}. Restore it, "
+            f"or prepare the data again."
         )
     num_rows, first = (int(number) for number in data[:8].view("<u4"))
     if num_rows != file.num_rows or first + num_rows * record.itemsize != len(data):

@@ -134,7 +134,7 @@ def load(
         try:
             datasets.append(_dataset(address, split, config, tokenizer, cache))
         except DataError as error:
-            found.append(f"data.{split}: {error}")
+            found += [f"data.{split}: {fault}" for fault in error.faults]
     raise_if_any(found, DataError)
     if len({dataset.record for dataset in datasets}) > 1:
         types = ", ".join(f"{dataset.where}: {dataset.record[TOKENS].base}" for dataset in datasets)

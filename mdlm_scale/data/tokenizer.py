@@ -18,6 +18,7 @@ from mdlm_scale.config import TokenizerConfig
 from mdlm_scale.errors import ConfigError, raise_if_any
 from mdlm_scale.log import log
 
+FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a tokenizer on the hub
 Ids = NDArray[Any]  # token ids, of some unsigned type
 
 
@@ -99,6 +100,7 @@ def _text8() -> Tokenizer:
 
 
 def _hugging_face(name: str) -> Tokenizer:
+    from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -110,7 +112,8 @@ def _hugging_face(name: str) -> Tokenizer:
             if Path(name).is_dir():
                 raise
             log.info(f"fetching tokenizer '{name}' from the Hugging Face hub")
-            theirs = AutoTokenizer.from_pretrained(name)
+            # asked for by its files: without a network this fails at once, where the class would retry for a minute
+            theirs = AutoTokenizer.from_pretrained(snapshot_download(name, allow_patterns=FILES))
     except (OSError, ValueError, KeyError) as error:
         kind = (
             "is a folder without a Hugging Face tokenizer"

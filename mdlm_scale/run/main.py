@@ -91,7 +91,11 @@ class Data:
     validation: Source
 
     def fingerprints(self) -> dict[str, str]:
-        return {"tokenizer": self.tokenizer.fingerprint, "data.train": self.train.fingerprint()}
+        return {
+            "tokenizer": self.tokenizer.fingerprint,
+            "data.train": self.train.fingerprint(),
+            "data.validation": self.validation.fingerprint(),
+        }
 
 
 def _read_data(config: Config) -> Data:
@@ -101,12 +105,13 @@ def _read_data(config: Config) -> Data:
         "validation": (config.data.validation, 2 * evaluate.BLOCK, "two blocks, for a standard error"),
     }
     cache = source_module.open_cache(config.data)
-    sources, found = {}, []
+    sources: dict[str, Source] = {}
+    found: list[str] = []
     for split, (where, least, reason) in wanted.items():
         try:
             source = sources[split] = source_module.load(where, split, config.data, tokenizer, cache)
         except DataError as error:
-            found.append(str(error))
+            found += error.faults
             continue
         if source.num_rows < least:
             found.append(
@@ -146,8 +151,7 @@ def _resume_point(config: Config) -> Path | None:
 
 def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -> int:
     folder = Path(config.run.dir)
-    if resume_from is not None:
-        _same_data(resume_from, data)
+    notes = [] if resume_from is None else _compare_data(resume_from, data)
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_module.to_yaml(config))
@@ -175,7 +179,8 @@ def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -
     )  # fmt: skip
     with Metrics(config, size, gemm_rate(device, dtype), state) as metrics:
         if resume_from is not None:
-            metrics.event(state.step, f"resumed from {resume_from}")
+            for note in (f"resumed from {resume_from}", *notes):
+                metrics.event(state.step, note)
         run = Run(
             config, own_layout, groups, loader, data.validation, engine, ema, guard.Guard(config.guard),
             Stop(groups, config.train.max_minutes), metrics, data.fingerprints(), resume_from,
@@ -200,15 +205,17 @@ def _conclude(config: Config, state: State) -> int:
     return 0
 
 
-def _same_data(path: Path, data: Data) -> None:
-    """Refuse to go on with other tokens than the run began with."""
+def _compare_data(path: Path, data: Data) -> list[str]:
+    """Refuse to go on with other tokens than the run began with; other validation rows are worth a note."""
     before = checkpoint.read_manifest(path)["fingerprints"]
     now = data.fingerprints()
     differing = [key for key in now if before.get(key) != now[key]]
-    if differing:
+    if set(differing) - {"data.validation"}:
         raise CheckpointError(
-            f"{path} was trained on other data: {' and '.join(differing)} changed. Restore it, or choose another."
+            f"{path} was trained on other data: {' and '.join(differing)} changed (rows, shards, or a mixture's "
+            f"weights or order). Undo that to resume, or choose another run.dir."
         )
+    return ["data.validation changed: evaluations before and after this step do not compare"] if differing else []
 
 
 def _announce(

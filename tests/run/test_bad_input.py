@@ -134,6 +134,20 @@ def test_resume_with_other_shards(
     assert "was trained on other data: data.train changed" in capsys.readouterr().err
 
 
+def test_other_validation_rows_are_noted(train_run: Train, tmp_path: Path, shards: Path) -> None:
+    assert train_run("train.num_steps=3") == 0
+    assert train_run(f"data.validation={shards}") == 0
+    assert "data.validation changed" in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_folder_of_splits_names_them(
+    train_run: Train, tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(shards, tmp_path / "mine" / "train")
+    assert train_run(f"data.train={tmp_path / 'mine'}") == 2
+    assert f"holds train; name one: {tmp_path / 'mine' / 'train'}." in capsys.readouterr().err
+
+
 def test_shards_may_move(train_run: Train, tmp_path: Path, shards: Path) -> None:
     assert train_run(f"data.train={shards}", "train.num_steps=3") == 0
     assert train_run(f"data.train={shutil.copytree(shards, tmp_path / 'elsewhere')}") == 0

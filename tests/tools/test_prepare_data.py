@@ -212,6 +212,15 @@ def test_verify_accepts_what_was_prepared(prepared: dict[str, Path], capsys: pyt
     assert "as they were made" in capsys.readouterr().out
 
 
+def test_verify_finds_the_splits_of_a_folder(
+    prepared: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "validation"):
+        shutil.copytree(prepared["stream"], tmp_path / "mine" / split)
+    assert prepare("--verify", tmp_path / "mine", prepared["zstd"]) == 0
+    assert capsys.readouterr().out.count("as they were made") == 3
+
+
 @pytest.mark.parametrize(
     ("way", "flipped", "truncated"),
     [("stream", [1], []), ("zstd", [1], []), ("stream", [], [1]), ("stream", [0, 2], []), ("stream", [0], [2])],
@@ -257,7 +266,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 MISTAKES = {
     "missing input": ("--input nowhere.txt", "there is no file or folder 'nowhere.txt'"),
     "empty input": ("--input empty.txt", "there is no text in empty.txt"),
-    "blank input": ("--input blank.txt", "there is no text in blank.txt: 2 empty documents"),
+    "blank input": ("--input blank.txt", "there is no text in blank.txt (2 empty records)"),
     "not text": ("--input zero.txt", "'zero.txt', line 2: a zero byte"),
     "strict": ("--input good.txt latin.txt --strict", "'latin.txt', line 2"),
     "no field": ("--input body.jsonl", "'body.jsonl', line 1: no field 'text'; it has body."),
@@ -420,8 +429,11 @@ def stopped(source: Path, output: Path, number: signal.Signals) -> tuple[int, li
             os.killpg(process.pid, signal.SIGTERM)  # all but the one that tidies up behind them
 
 
-def test_interrupt_leaves_neither_files_nor_processes(long_source: Path, tmp_path: Path) -> None:
-    code, left = stopped(long_source, tmp_path / "out", signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_leaves_neither_files_nor_processes(
+    long_source: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    code, left = stopped(long_source, tmp_path / "out", number)
     assert (code, list(tmp_path.iterdir()), left) == (130, [], [])
 
 
