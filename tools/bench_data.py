@@ -54,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shard-mb", type=float, default=16.0, help="size of a shard (16)")
     parser.add_argument("--repeat", type=int, default=7, help="turns (7)")
     parser.add_argument("--text", metavar="FILE", help="text to prepare (Python's documentation, over and over)")
+    parser.add_argument("--text-mb", type=float, default=20.0, help="how much of it, repeated if need be (20)")
     parser.add_argument("--tokenizer", metavar="NAME", help="to prepare with (byte pairs, trained on that text)")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     return parser.parse_args()
@@ -161,7 +162,7 @@ def measure_preparing(args: argparse.Namespace, folder: Path) -> dict[str, float
         texts = [text for some in block for text in documents.read(some, "text", strict=False).texts]
     name = args.tokenizer or train_tokenizer(texts, folder / "tokenizer")
     tokenizer = tokenizer_module.load(TokenizerConfig(name=name))
-    texts = texts * (1 + int(2e7 / sum(map(len, texts))))
+    texts = texts * (1 + int(args.text_mb * 1e6 / sum(map(len, texts))))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "little.jsonl").write_text(json.dumps({"text": texts[0]}) + "\n")
     settings = Settings(tokenizer=name, length=1024)

@@ -70,7 +70,8 @@ class Cache:
             try:
                 self._wait_for(remote)
             finally:
-                self._urgent.remove(remote)
+                with self._changed:
+                    self._urgent.remove(remote)
         os.utime(path)  # the time of its last use
         return path
 

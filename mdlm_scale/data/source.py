@@ -29,6 +29,7 @@ from mdlm_scale.diffusion.corrupt import row_faults
 from mdlm_scale.errors import DataError, FetchError, raise_if_any
 
 MAX_OPEN = 256  # shards mapped at a time
+PART = 1024  # rows counted at a time
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,13 @@ class Source:
 
     def unigram_perplexity(self, num_rows: int) -> float:
         """Perplexity of the first rows under their own token frequencies: the best without context."""
-        x_BL, is_token_BL = self.rows(np.arange(min(num_rows, self.num_rows)))
-        counts = torch.bincount(x_BL[is_token_BL]).double()
+        counts = torch.zeros(0, dtype=torch.float64)
+        num_rows = min(num_rows, self.num_rows)
+        for start in range(0, num_rows, PART):
+            x_BL, is_token_BL = self.rows(np.arange(start, min(start + PART, num_rows)))
+            more = torch.bincount(x_BL[is_token_BL], minlength=len(counts)).double()
+            more[: len(counts)] += counts
+            counts = more
         p = counts[counts > 0] / counts.sum()
         return float(torch.exp(-(p * p.log()).sum()))
 

@@ -279,6 +279,12 @@ def test_unigram_perplexity_is_that_of_the_counts(num_rows: int, counts: tuple[i
     assert Source([in_memory(rows)]).unigram_perplexity(num_rows) == pytest.approx(by_hand, rel=1e-14)
 
 
+def test_unigram_perplexity_does_not_depend_on_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Source([in_memory(records())]).unigram_perplexity(NUM_ROWS)
+    monkeypatch.setattr(source_module, "PART", 5)
+    assert Source([in_memory(records())]).unigram_perplexity(NUM_ROWS) == pytest.approx(whole, rel=1e-14)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -51,6 +51,19 @@ def test_the_originals_blocks_compute_what_ours_do() -> None:
     torch.testing.assert_close(theirs, ours, rtol=0.0, atol=1e-5)  # float32 values of order one
 
 
+def test_data_readers_read_the_same_and_are_timed(tmp_path: Path, corpus: Path) -> None:
+    command = [sys.executable, str(TOOLS / "bench_data.py"), "--rows", "200", "--length", "16", "--batch", "8"]
+    settings = ["--repeat", "1", "--text", str(corpus), "--text-mb", "0.01", "--tokenizer", "bytes"]
+    done = subprocess.run(
+        [*command, *settings, "--json", str(tmp_path / "data.json")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "data.json").read_text())
+    assert result["tokens_per_second"].keys() == {"memmap", "ours", "streaming"}
+    assert result["first_batch_seconds"].keys() == {"0", "1000", "1000000"}
+    assert result["preparing_share"] > 0
+
+
 def test_one_variant_reports_time_share_and_memory() -> None:
     done = run("--variant", "ours", "--tokens", "64", "--d", "16", "--vocab", "101", "--repeat", "1")
     assert done.returncode == 0, done.stderr
