@@ -4,6 +4,7 @@
 small text file or `python`, whose rows are then made in memory; `data.train` may be a mixture, address by weight.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ class Dataset:
     fingerprint: str
     open: Callable[[int], Bytes]  # the rows of a shard, (rows, bytes of a record)
     remotes: tuple[Remote, ...] = ()  # the shards, if they must be fetched
+    check: Callable[[int], None] = lambda k: None  # a DataError if the file of an open shard is no longer whole
 
 
 @dataclass
@@ -120,10 +122,11 @@ class Source:
         return float(torch.exp(-(p * p.log()).sum()))
 
     def _rows_of(self, shard: tuple[int, int]) -> memoryview:
+        d, k = shard
         if shard in self._open:
             self._open.move_to_end(shard)
+            self.datasets[d].check(k)
         else:
-            d, k = shard
             self._open[shard] = self.datasets[d].open(k).reshape(-1).data
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
@@ -198,7 +201,17 @@ def mapped(description: Description) -> Dataset:
         verified.add(k)
         return found
 
-    return _of(description, rows, ())
+    def check(k: int) -> None:
+        """To read a page that the file has lost would end the process without a word."""
+        file, path = description.files[k], Path(description.where) / description.files[k].name
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            raise DataError(f"shard '{path}' is gone: {error.strerror}. Restore it.") from error
+        if size != file.num_bytes:
+            raise DataError(f"shard '{path}' has {size:,} bytes now, its index says {file.num_bytes:,}. Restore it.")
+
+    return dataclasses.replace(_of(description, rows), check=check)
 
 
 def _fetched(description: Description, cache: Cache) -> Dataset:
@@ -225,7 +238,7 @@ def _fetched(description: Description, cache: Cache) -> Dataset:
     return _of(description, rows, remotes)
 
 
-def _of(description: Description, rows: Callable[[int], Bytes], remotes: tuple[Remote, ...]) -> Dataset:
+def _of(description: Description, rows: Callable[[int], Bytes], remotes: tuple[Remote, ...] = ()) -> Dataset:
     counts = tuple(file.num_rows for file in description.files)
     return Dataset(description.where, counts, description.record, description.fingerprint, rows, remotes)
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,22 @@ def test_cache_as_large_as_the_data_is_enough(tmp_path: Path) -> None:
     """Five shards of at most 700 bytes, though two blocks could have 32."""
     where = write(tmp_path / "rows", records(), compress=True)
     assert load(where, tmp_path, cache_mb=0.0035, block_shards=16).num_rows == NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [(lambda path: os.truncate(path, 100), "has 100 bytes now"), (Path.unlink, "is gone")],
+    ids=["truncated", "removed"],
+)
+def test_shard_that_suffers_while_it_is_open_is_named(
+    tmp_path: Path, damage: Callable[[Path], None], told: str
+) -> None:
+    """Reading a lost page of a map would be a signal, not an error."""
+    source = load(write(tmp_path / "rows", records()), tmp_path)
+    source.rows(np.arange(NUM_ROWS))
+    damage(tmp_path / "rows" / "shard.00001.mds")
+    with pytest.raises(DataError, match=rf"shard\.00001\.mds' {told}"):
+        source.rows(np.arange(NUM_ROWS))
 
 
 def test_mapped_folder_needs_no_cache(tmp_path: Path) -> None:

@@ -121,6 +121,15 @@ def test_bucket_trains_like_the_folder(undisturbed: Path, shards: Path, server: 
     assert 0 < cached <= 6500
 
 
+def test_processes_share_a_cache(undisturbed: Path, shards: Path, server: Server, tmp_path: Path) -> None:
+    """Two runs at once, each dropping what the other may be about to read."""
+    runs = [tmp_path / name for name in ("a", "b")]
+    processes = [start(run, shards, "s3://corpus/rows", server.environment) for run in runs]
+    errors = [process.communicate(timeout=SECONDS)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert [weights(run) == weights(undisturbed) for run in runs] == [True, True]
+
+
 def test_killed_run_starts_again(undisturbed: Path, shards: Path, server: Server, tmp_path: Path) -> None:
     process = start(tmp_path / "run", shards, "s3://corpus/rows", server.environment)
     wait_until(lambda: steps(tmp_path / "run") >= 25)
