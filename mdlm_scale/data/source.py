@@ -4,7 +4,6 @@
 small text file or `python`, whose rows are then made in memory; `data.train` may be a mixture, address by weight.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,13 +23,34 @@ from mdlm_scale.data import documents, order, shards
 from mdlm_scale.data.cache import Cache, Remote, read_remote
 from mdlm_scale.data.order import Index, Ints
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Cutter, Records, Wrapping, token_type
-from mdlm_scale.data.shards import Bytes, Description
+from mdlm_scale.data.shards import Description
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.diffusion.corrupt import row_faults
 from mdlm_scale.errors import DataError, FetchError, raise_if_any
 
-MAX_OPEN = 256  # shards mapped at a time
+MAX_OPEN = 128  # shards mapped at a time, each with its file open
 PART = 1024  # rows counted at a time
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """The rows of a shard as bytes, and the file they are a map of, if somebody else may change it."""
+
+    rows: memoryview
+    is_full: bool  # no row is padded
+    file: BinaryIO | None = None
+
+    def check(self, num_bytes: int) -> None:
+        """To read a page that the file has lost would end the process without a word."""
+        if self.file is None:
+            return
+        status = os.fstat(self.file.fileno())
+        if status.st_nlink == 0:
+            raise DataError(f"shard '{self.file.name}' is gone. Restore it.")
+        if status.st_size != num_bytes:
+            raise DataError(
+                f"shard '{self.file.name}' has {status.st_size:,} bytes now, its index says {num_bytes:,}. Restore it."
+            )
 
 
 @dataclass(frozen=True)
@@ -39,9 +59,9 @@ class Dataset:
     shard_rows: tuple[int, ...]
     record: np.dtype[Any]
     fingerprint: str
-    open: Callable[[int], Bytes]  # the rows of a shard, (rows, bytes of a record)
+    open: Callable[[int], OpenShard]
+    shard_bytes: tuple[int, ...] = ()  # of their files
     remotes: tuple[Remote, ...] = ()  # the shards, if they must be fetched
-    check: Callable[[int], None] = lambda k: None  # a DataError if the file of an open shard is no longer whole
 
 
 @dataclass
@@ -52,13 +72,14 @@ class Source:
     quotas: tuple[int, ...] = (1,)
     block_shards: int = 16
     cache: Cache | None = None
-    _open: OrderedDict[tuple[int, int], memoryview] = field(default_factory=OrderedDict, repr=False)
+    _open: OrderedDict[tuple[int, int], OpenShard] = field(default_factory=OrderedDict, repr=False)
 
     def __post_init__(self) -> None:
         self.index = Index(tuple(dataset.shard_rows for dataset in self.datasets), self.quotas, self.block_shards)
         self._shards = [(d, k) for d, dataset in enumerate(self.datasets) for k in range(len(dataset.shard_rows))]
         self._starts = np.concatenate([[0], np.cumsum([self.datasets[d].shard_rows[k] for d, k in self._shards])])
         self._record = self.datasets[0].record
+        self._all_real = torch.ones(0, self.length, dtype=torch.bool)
 
     @property
     def num_rows(self) -> int:
@@ -73,18 +94,18 @@ class Source:
         size = self._record.itemsize
         shard_B = np.searchsorted(self._starts, ids_B, side="right") - 1
         start_B = (ids_B - self._starts[shard_B]) * size
-        views = {shard: self._rows_of(self._shards[shard]) for shard in np.unique(shard_B).tolist()}
+        shards = shard_B.tolist()
+        opened = {shard: self._opened(self._shards[shard]) for shard in set(shards)}
+        views = {shard: found.rows for shard, found in opened.items()}
+        places = zip(shards, start_B.tolist(), (start_B + size).tolist(), strict=True)
         # joined as bytes: one copy and no sorting, which costs less than numpy's indexing shard by shard
-        found = bytearray().join(
-            [
-                views[shard][start : start + size]
-                for shard, start in zip(shard_B.tolist(), start_B.tolist(), strict=True)
-            ]
-        )
-        records = np.frombuffer(found, self._record)
+        joined = bytearray().join([views[shard][start:stop] for shard, start, stop in places])
+        records = np.frombuffer(joined, self._record)
         x_BL = torch.from_numpy(records[TOKENS]).to(torch.int64)
-        if (records[NUM_TOKENS] == self.length).all():
-            return x_BL, torch.ones(x_BL.shape, dtype=torch.bool)
+        if all(shard.is_full for shard in opened.values()):
+            if len(self._all_real) < len(x_BL):
+                self._all_real = torch.ones(x_BL.shape, dtype=torch.bool)
+            return x_BL, self._all_real[: len(x_BL)]  # shared by batches, which nobody writes to
         num_real_B = torch.from_numpy(records[NUM_TOKENS].astype(np.int64))
         return x_BL, torch.arange(self.length) < num_real_B[:, None]
 
@@ -121,13 +142,13 @@ class Source:
         p = counts[counts > 0] / counts.sum()
         return float(torch.exp(-(p * p.log()).sum()))
 
-    def _rows_of(self, shard: tuple[int, int]) -> memoryview:
+    def _opened(self, shard: tuple[int, int]) -> OpenShard:
         d, k = shard
         if shard in self._open:
             self._open.move_to_end(shard)
-            self.datasets[d].check(k)
+            self._open[shard].check(self.datasets[d].shard_bytes[k])
         else:
-            self._open[shard] = self.datasets[d].open(k).reshape(-1).data
+            self._open[shard] = self.datasets[d].open(k)
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
         return self._open[shard]
@@ -164,10 +185,12 @@ def open_cache(config: DataConfig) -> Cache:
 
 def in_memory(records: Records, where: str = "memory", tokenizer_fingerprint: str = "") -> Dataset:
     """A dataset of one shard, made here."""
-    rows = records.view(np.uint8).reshape(len(records), -1)
     told = f"{tokenizer_fingerprint} {records.dtype} {len(records)} ".encode()
-    fingerprint = hashlib.sha256(told + records.tobytes()).hexdigest()
-    return Dataset(where, (len(records),), records.dtype, fingerprint, lambda k: rows)
+    data = records.tobytes()
+    shard = OpenShard(memoryview(data), _is_full(records))
+    return Dataset(
+        where, (len(records),), records.dtype, hashlib.sha256(told + data).hexdigest(), lambda k: shard, (len(data),)
+    )
 
 
 def _dataset(where: str, split: str, config: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Dataset:
@@ -191,27 +214,18 @@ def mapped(description: Description) -> Dataset:
     """Shards on a file system of this machine: pages of memory that are files."""
     verified: set[int] = set()
 
-    def rows(k: int) -> Bytes:
-        file, path = description.files[k], Path(description.where) / description.files[k].name
+    def open_shard(k: int) -> OpenShard:
+        described, path = description.files[k], Path(description.where) / description.files[k].name
         try:
-            data = np.memmap(path, np.uint8, mode="r")
+            file = path.open("rb")
+            data = np.memmap(file, np.uint8, mode="r")
         except (OSError, ValueError) as error:
             raise DataError(f"shard '{path}' cannot be read: {error}.") from error
-        found = shards.rows_of(data, file, description.record, str(path), verify=k not in verified)
+        rows = shards.rows_of(data, described, description.record, str(path), verify=k not in verified)
         verified.add(k)
-        return found
+        return OpenShard(rows.reshape(-1).data, _is_full(rows.view(description.record)), file)
 
-    def check(k: int) -> None:
-        """To read a page that the file has lost would end the process without a word."""
-        file, path = description.files[k], Path(description.where) / description.files[k].name
-        try:
-            size = os.stat(path).st_size
-        except OSError as error:
-            raise DataError(f"shard '{path}' is gone: {error.strerror}. Restore it.") from error
-        if size != file.num_bytes:
-            raise DataError(f"shard '{path}' has {size:,} bytes now, its index says {file.num_bytes:,}. Restore it.")
-
-    return dataclasses.replace(_of(description, rows), check=check)
+    return _of(description, open_shard)
 
 
 def _fetched(description: Description, cache: Cache) -> Dataset:
@@ -221,12 +235,13 @@ def _fetched(description: Description, cache: Cache) -> Dataset:
         for file in description.files
     )
 
-    def rows(k: int) -> Bytes:
+    def open_shard(k: int) -> OpenShard:
         for _ in range(3):
             try:
                 path = cache.get(remotes[k])
                 data = np.memmap(path, np.uint8, mode="r")
-                return shards.rows_of(data, remotes[k].file, description.record, str(path), verify=True)
+                rows = shards.rows_of(data, remotes[k].file, description.record, str(path), verify=True)
+                return OpenShard(rows.reshape(-1).data, _is_full(rows.view(description.record)))
             except FetchError:
                 raise
             except FileNotFoundError:  # another process dropped it before it was open here
@@ -235,12 +250,17 @@ def _fetched(description: Description, cache: Cache) -> Dataset:
                 path.unlink(missing_ok=True)
         raise DataError(f"shard '{remotes[k].url}' does not stay in {cache.folder}. Raise data.cache_mb.")
 
-    return _of(description, rows, remotes)
+    return _of(description, open_shard, remotes)
 
 
-def _of(description: Description, rows: Callable[[int], Bytes], remotes: tuple[Remote, ...] = ()) -> Dataset:
+def _of(description: Description, open_shard: Callable[[int], OpenShard], remotes: tuple[Remote, ...] = ()) -> Dataset:
     counts = tuple(file.num_rows for file in description.files)
-    return Dataset(description.where, counts, description.record, description.fingerprint, rows, remotes)
+    sizes = tuple(file.num_bytes for file in description.files)
+    return Dataset(description.where, counts, description.record, description.fingerprint, open_shard, sizes, remotes)
+
+
+def _is_full(records: Records) -> bool:
+    return bool((records[NUM_TOKENS] == records[TOKENS].shape[-1]).all())
 
 
 def _disagreements(description: Description, config: DataConfig, tokenizer: Tokenizer) -> list[str]:
