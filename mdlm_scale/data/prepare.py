@@ -85,9 +85,8 @@ class Workers(ProcessPoolExecutor):
         context = get_context("forkserver")
         own = settings.tokenizer in ("bytes", "text8")
         context.set_forkserver_preload([__name__] if own else [__name__, "transformers.models.auto.tokenization_auto"])
-        handler = signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C is the parent's to handle: children inherit this
+        # Ctrl-C is the parent's to handle, and what it ignores now its children ignore from their first line on
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         forkserver.ensure_running()
         signal.signal(signal.SIGINT, handler)
         super().__init__(count, context, _start_worker, (settings,))
