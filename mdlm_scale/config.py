@@ -55,11 +55,14 @@ class Precision(StrEnum):
 
 class Recompute(StrEnum):
     none = "none"
+    selective = "selective"
     full = "full"
 
 
 class EngineName(StrEnum):
     plain = "plain"
+    deepspeed = "deepspeed"
+    fsdp = "fsdp"
 
 
 class WandbMode(StrEnum):
@@ -144,8 +147,15 @@ class EmaConfig:
 class ParallelConfig:
     engine: EngineName = EngineName.plain  # who holds weights, gradients and optimizer; `plain` is one process
     tp_size: int = 1  # ranks that share each weight matrix
-    recompute: Recompute = Recompute.none  # `full`: blocks keep only their input and run again in the backward pass
+    zero_stage: int = 1  # deepspeed: 0 shards nothing, 1 the optimizer, 2 also the gradients, 3 also the weights
+    deepspeed: dict[str, Any] = field(default_factory=dict)  # deepspeed: more of its JSON, e.g. offload, buckets
+    replicate_size: int = 1  # fsdp: replicas of the model (HSDP); the other data-parallel ranks shard each of them
+    reshard_after_forward: bool = True  # fsdp: free a block's gathered weights until its backward pass
+    cpu_offload: bool = False  # fsdp: shards of weights, gradients and moments stay in the host's memory
+    # blocks run again in the backward pass: `full` keeps only their input, `selective` also products and attention
+    recompute: Recompute = Recompute.none  # what is computed again instead of kept
     compile: bool = False  # compile each block with torch.compile
+    timeout_minutes: float = 10.0  # how long a rank waits for the others before it ends with an error
 
 
 @dataclass(frozen=True)
@@ -269,6 +279,11 @@ def _build(cls: Any, tree: Any, prefix: str, faults: list[str]) -> Any:
             faults.append(f"{prefix}{key} is not a setting.{_did_you_mean(str(key), prefix)}")
         elif isinstance(value, dict) and hints[key] == str | dict[str, float]:
             values[key] = _weights(value, f"{prefix}{key}", faults)
+        elif hints[key] == dict[str, Any]:
+            if isinstance(value, dict):
+                values[key] = value
+            else:
+                faults.append(f"{prefix}{key}={value!r} must be `key: value` pairs.")
         elif dataclasses.is_dataclass(hints[key]):
             values[key] = _build(hints[key], value, f"{prefix}{key}.", faults)
         else:

@@ -46,6 +46,14 @@ class TrainingError(UserError):
     exit_code = EXIT_FAILURE
 
 
+class PeerError(UserError):
+    """Another rank failed, and so this one ends, with that one's message and exit code."""
+
+    def __init__(self, rank: int, message: str, exit_code: int) -> None:
+        super().__init__(f"ended by the failure of rank {rank}: {message}")
+        self.exit_code = exit_code
+
+
 def raise_if_any(faults: Iterable[str], error: type[UserError] = ConfigError) -> None:
     """Raise one `error` that lists every fault, or return if there is none."""
     if found := list(faults):

@@ -7,6 +7,7 @@ B sequences, L positions, H heads, K head width.
 
 import ctypes
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,37 +30,42 @@ def attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK).transpose(1, 2)
 
 
-def adamw(params: Iterable[Tensor], config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW over plain (not sharded) tensors; the learning rate is set by the caller before every step."""
+def adamw(
+    params: Iterable[Tensor], config: OptimizerConfig, device: torch.device, sharded: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW; `sharded` if the engine cuts the parameters. The learning rate is set by the caller before every step."""
     options: dict[str, Any] = {
         "lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay
     }  # fmt: skip
-    if adamw_kernel(device.type) == "apex":
+    if adamw_kernel(device.type, sharded) == "apex":
         from apex.optimizers import FusedAdam
 
         return FusedAdam(params, adam_w_mode=True, **options)
     return torch.optim.AdamW(params, fused=True, **options)
 
 
-def set_adam_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Make Adam's state where it is missing (zero moments), and set its counter of updates."""
+def set_adam_step(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], step: int) -> None:
+    """Make Adam's state of `params` where it is missing (zero moments), and set its counter of updates."""
     for group in optimizer.param_groups:
-        if "step" in group or adamw_kernel(group["params"][0].device.type) == "apex":
+        if "step" in group or type(optimizer).__module__.startswith("apex."):
             group["step"] = step  # apex counts by group
-        for p in group["params"]:
-            state = optimizer.state[p]
-            if "exp_avg" not in state:
-                state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            state["step"] = torch.tensor(float(step), device=p.device)
+    for p in params:
+        state = optimizer.state[p]
+        if "exp_avg" not in state:
+            state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        state["step"] = torch.tensor(float(step), device=p.device)
 
 
-def tune_cpu() -> None:
-    """Two settings of this process that make a CPU train up to twice as fast; call before the first parallel work.
+def tune_cpu(num_processes: int = 1) -> None:
+    """Settings of this process that make a CPU train up to twice as fast; call before the first parallel work.
 
     Attention's gradients soon hold numbers below 1e-38, which a CPU computes with many times slower: they become 0 (the
     threads of a parallel region inherit that from their maker). And the C library is told to reuse freed blocks, rather
-    than return each large one to the system and pay for its pages again: a quarter of a step.
+    than return each large one to the system and pay for its pages again: a quarter of a step. Several processes of one
+    machine share its cores: with a thread each for every core they are ten times slower.
     """
+    if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
     torch.set_flush_denormal(True)
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # glibc
@@ -74,14 +80,14 @@ def attention_kernel(device: str, dtype: torch.dtype, installed: Callable[[str],
     return "flash-attn" if device == "cuda" and dtype in HALF and found else "sdpa"
 
 
-def adamw_kernel(device: str, installed: Callable[[str], bool] | None = None) -> str:
-    """apex's FusedAdam on CUDA, where NVIDIA's apex is installed; else PyTorch's fused AdamW."""
+def adamw_kernel(device: str, sharded: bool = False, installed: Callable[[str], bool] | None = None) -> str:
+    """apex's FusedAdam on CUDA, where NVIDIA's apex is installed and no engine shards; else PyTorch's fused AdamW."""
     found = (installed or _installed)("apex.optimizers")  # PyPI's `apex` is another project and has no optimizers
-    return "apex" if device == "cuda" and found else "torch"
+    return "apex" if device == "cuda" and found and not sharded else "torch"
 
 
-def describe(device: torch.device, dtype: torch.dtype) -> str:
-    return f"attention by {attention_kernel(device.type, dtype)}, AdamW by {adamw_kernel(device.type)}"
+def describe(device: torch.device, dtype: torch.dtype, sharded: bool = False) -> str:
+    return f"attention by {attention_kernel(device.type, dtype)}, AdamW by {adamw_kernel(device.type, sharded)}"
 
 
 _found: dict[str, bool] = {}

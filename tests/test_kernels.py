@@ -51,16 +51,17 @@ def test_flash_attn_is_chosen_where_it_can_run(device: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize(
-    ("device", "found", "chosen"),
+    ("device", "sharded", "found", "chosen"),
     [
-        ("cuda", ["apex", "apex.optimizers"], "apex"),
-        ("cuda", ["apex"], "torch"),  # the other project of that name
-        ("cuda", [], "torch"),
-        ("cpu", ["apex", "apex.optimizers"], "torch"),
+        ("cuda", False, ["apex", "apex.optimizers"], "apex"),
+        ("cuda", True, ["apex", "apex.optimizers"], "torch"),  # an engine cuts the parameters
+        ("cuda", False, ["apex"], "torch"),  # the other project of that name
+        ("cuda", False, [], "torch"),
+        ("cpu", False, ["apex", "apex.optimizers"], "torch"),
     ],
 )
-def test_apex_is_chosen_where_it_can_run(device: str, found: list[str], chosen: str) -> None:
-    assert kernels.adamw_kernel(device, installed=found.__contains__) == chosen
+def test_apex_is_chosen_where_it_can_run(device: str, sharded: bool, found: list[str], chosen: str) -> None:
+    assert kernels.adamw_kernel(device, sharded, installed=found.__contains__) == chosen
 
 
 def test_description_on_a_cpu() -> None:
@@ -128,7 +129,7 @@ def test_a_restored_counter_continues_bit_equal(dtype: torch.dtype) -> None:
         update(optimizer, p, gradient)
     restored = p.clone()
     other = kernels.adamw([restored], OptimizerConfig(), CPU)
-    kernels.set_adam_step(other, step=len(history))
+    kernels.set_adam_step(other, [restored], step=len(history))
     for moment in ("exp_avg", "exp_avg_sq"):
         other.state[restored][moment].copy_(optimizer.state[p][moment])
     update(optimizer, p, last)
@@ -139,7 +140,7 @@ def test_a_restored_counter_continues_bit_equal(dtype: torch.dtype) -> None:
 def test_missing_moments_become_zero() -> None:
     p = torch.ones(7)
     optimizer = kernels.adamw([p], OptimizerConfig(), CPU)
-    kernels.set_adam_step(optimizer, step=0)
+    kernels.set_adam_step(optimizer, [p], step=0)
     assert all(torch.equal(optimizer.state[p][moment], torch.zeros(7)) for moment in ("exp_avg", "exp_avg_sq"))
 
 
@@ -148,15 +149,16 @@ def test_present_moments_are_kept() -> None:
     optimizer = kernels.adamw([p], OptimizerConfig(), CPU)
     update(optimizer, p, torch.ones(7))
     before = optimizer.state[p]["exp_avg"]
-    kernels.set_adam_step(optimizer, step=9)
+    kernels.set_adam_step(optimizer, [p], step=9)
     assert optimizer.state[p]["exp_avg"] is before
 
 
 def test_an_optimizer_that_counts_by_group_is_set_too() -> None:
     """As apex does."""
-    optimizer = kernels.adamw([torch.ones(7)], OptimizerConfig(), CPU)
+    p = torch.ones(7)
+    optimizer = kernels.adamw([p], OptimizerConfig(), CPU)
     optimizer.param_groups[0]["step"] = 0
-    kernels.set_adam_step(optimizer, step=9)
+    kernels.set_adam_step(optimizer, [p], step=9)
     assert optimizer.param_groups[0]["step"] == 9
 
 

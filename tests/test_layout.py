@@ -59,15 +59,16 @@ def test_coordinates_number_the_ranks_tensor_parallel_first(world_size: int, tp_
 
 
 @pytest.mark.parametrize(
-    ("global_batch_size", "micro_batch_size", "nearest"),
-    [(500, 8, "496, 504"), (7, 2, "6, 8"), (3, 8, "8")],
+    ("global_batch_size", "micro_batch_size", "nearest", "fitting"),
+    [(500, 8, "496, 504", 5), (7, 2, "6, 8", 1), (3, 8, "8", 3)],
 )
 def test_batch_that_does_not_divide_names_the_nearest(
-    global_batch_size: int, micro_batch_size: int, nearest: str
+    global_batch_size: int, micro_batch_size: int, nearest: str, fitting: int
 ) -> None:
     assert faults(ParallelConfig(), BatchConfig(global_batch_size, micro_batch_size), 1) == [
         f"batch.global_batch_size={global_batch_size} is not a multiple of micro_batch_size * dp_size = "
-        f"{micro_batch_size} * 1 = {micro_batch_size}. Nearest that work: {nearest}."
+        f"{micro_batch_size} * 1 = {micro_batch_size}. Nearest that work: {nearest}; "
+        f"or batch.micro_batch_size={fitting} with {global_batch_size}."
     ]
 
 

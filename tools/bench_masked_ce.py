@@ -36,7 +36,7 @@ from mdlm_scale.config import Precision
 from mdlm_scale.diffusion.noise import random_bits
 from mdlm_scale.model.head import masked_cross_entropy
 from mdlm_scale.model.sizes import gemm_rate
-from mdlm_scale.run.main import DTYPES
+from mdlm_scale.run.build import DTYPES
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 TIMEOUT_SECONDS = 3600.0

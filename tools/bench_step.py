@@ -46,8 +46,8 @@ from mdlm_scale.model.dit import DiT, rotary_angles, sinusoid
 from mdlm_scale.model.init import Fill, init_range
 from mdlm_scale.model.sizes import sizes
 from mdlm_scale.parallel.plain import PlainEngine
+from mdlm_scale.run.build import DTYPES
 from mdlm_scale.run.ema import Ema
-from mdlm_scale.run.main import DTYPES
 
 SIZES = {"debug": (64, 2, 4), "tiny": (512, 8, 8), "small": (768, 12, 12), "medium": (1024, 24, 16)}
 

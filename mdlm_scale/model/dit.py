@@ -12,7 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from mdlm_scale import kernels
 from mdlm_scale.config import ModelConfig, Recompute
@@ -60,10 +65,13 @@ class DiT(nn.Module):
         x_BLD = at_least_fp32(self.embed(z_BL))
         for i, block in enumerate(self.blocks):
             keys = None if dropout_keys is None else dropout_keys[SITES * i : SITES * (i + 1)]
-            if self.recompute is Recompute.full and torch.is_grad_enabled():
-                x_BLD = checkpoint(block, x_BLD, c_BC, rotation, keys, use_reentrant=False, preserve_rng_state=False)
-            else:
+            if self.recompute is Recompute.none or not torch.is_grad_enabled():
                 x_BLD = block(x_BLD, c_BC, rotation, keys)
+                continue
+            contexts = keep_products if self.recompute is Recompute.selective else noop_context_fn
+            x_BLD = checkpoint(
+                block, x_BLD, c_BC, rotation, keys, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            )
         shift, scale = self.modulation(c_BC)[:, None].chunk(2, dim=-1)
         return self.norm(x_BLD, shift, scale)
 
@@ -134,6 +142,16 @@ class Norm(nn.Module):
             scaled_D = weight_D * (1 + scale_B1D[0, 0])
             return F.layer_norm(x_BLD, weight_D.shape, scaled_D, shift_B1D[0, 0], eps=1e-5)
         return torch.addcmul(shift_B1D, F.layer_norm(x_BLD, weight_D.shape, weight_D, eps=1e-5), 1 + scale_B1D)
+
+
+def keep_products() -> Any:
+    """For selective recomputation: the outputs of matrix products and of attention stay, the cheap rest is repeated."""
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        costly = any(part in str(op) for part in ("mm", "linear", "attention", "attn"))
+        return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

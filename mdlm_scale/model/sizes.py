@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mdlm_scale.config import ModelConfig
+from mdlm_scale.config import EngineName, ModelConfig, ParallelConfig
 from mdlm_scale.model.dit import DiT
 
 
@@ -19,10 +19,32 @@ class Sizes:
         """Forward and backward of one step; the backward pass costs twice the forward."""
         return 3 * (self.block_flops * num_tokens + self.head_flops * num_masked)
 
-    def state_bytes(self, weight_bytes: int, master_bytes: int) -> int:
-        """Weights and gradients, both moments and the average; in half precision also masters and their gradients."""
-        masters = 5 if weight_bytes != master_bytes else 3
-        return self.num_parameters * (2 * weight_bytes + masters * master_bytes)
+    def state_bytes(self, parallel: ParallelConfig, shard_size: int, weight_bytes: int) -> dict[str, int]:
+        """What a rank keeps between a backward pass and its update; transient buffers come on top.
+
+        Masters are at least float32. Plain weights are their own masters, unless they are of half precision; ZeRO from
+        stage 1 on keeps them apart in any case, and so does no FSDP.
+        """
+        half = weight_bytes < 4
+        master_bytes = max(4, weight_bytes)
+        stage = {EngineName.plain: 0, EngineName.fsdp: 3, EngineName.deepspeed: parallel.zero_stage}[parallel.engine]
+        cut = {part: shard_size if stage >= first else 1 for part, first in _SHARDED_FROM.items()}
+        if parallel.engine is EngineName.fsdp:
+            weights, gradients, masters = master_bytes, master_bytes, 0
+        elif stage == 0:
+            weights, gradients, masters = weight_bytes, master_bytes, master_bytes * half
+        else:
+            weights, gradients, masters = weight_bytes, master_bytes, master_bytes
+            gradients += weight_bytes * (half and stage == 1)  # half-precision ones beside their float32 sums
+        a_parameter = {
+            "weights": weights, "gradients": gradients, "masters": masters, "moments": 2 * master_bytes,
+            "ema": master_bytes,
+        }  # fmt: skip
+        return {part: self.num_parameters * each // cut[part] for part, each in a_parameter.items()}
+
+
+# the stage of ZeRO from which each is divided among the ranks
+_SHARDED_FROM = {"weights": 3, "gradients": 2, "masters": 1, "moments": 1, "ema": 1}
 
 
 def sizes(config: ModelConfig, vocab_size: int, length: int) -> Sizes:

@@ -14,6 +14,7 @@ from mdlm_scale.diffusion.corrupt import Batch
 
 InitRange = Callable[[str, int, int], Tensor]  # (parameter name, start, number of elements) -> float64
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+Judge = Callable[[float], bool]  # of the global gradient norm; every rank comes to the same verdict
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Update:
-    grad_norm: float  # global, before clipping
+    grad_norm: float  # global, before clipping; not finite if the gradients are not
     applied: bool
 
 
@@ -41,11 +42,11 @@ class Engine(Protocol):
     def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
         """Gradients of (sum of weighted nats of all micro-batches) / denominator; returns each one's nats, (M,)."""
 
-    def step(self, judge: Callable[[float], bool], lr: float) -> Update:
+    def step(self, judge: Judge, lr: float) -> Update:
         """Show the gradient norm to `judge`, then clip and update; if refused, nothing changes but the gradients go."""
 
     def shards(self) -> dict[str, Shard]:
-        """This rank's part of every parameter and its moments, by name."""
+        """This rank's part of every parameter and its moments, by name; none of what other ranks hold."""
 
     def loaded(self, updates: int) -> None:
         """What `shards` shows was overwritten: take it over, with Adam's counter."""
@@ -54,7 +55,19 @@ class Engine(Protocol):
         """Swap the masters' contents with these tensors of the same ranges, in place."""
 
     def full_gradient(self, name: str) -> Tensor:
-        """A whole gradient, between `forward_backward` and `step`; for tests."""
+        """A whole gradient, between `forward_backward` and `step`; every rank asks, in the same order. For tests."""
 
     def full_parameter(self, name: str) -> Tensor:
-        """A whole parameter, as the forward pass uses it; for tests."""
+        """A whole parameter, as the forward pass uses it; every rank asks, in the same order. For tests."""
+
+
+def clip_scale(grad_norm: float, max_norm: float) -> float:
+    """What gradients are multiplied with; the small constant is that of torch and DeepSpeed."""
+    return min(1.0, max_norm / (grad_norm + 1e-6))
+
+
+def swap(master: Tensor, flat: Tensor) -> None:
+    """Exchange the contents of two tensors of one size; needs a third for the moment."""
+    kept = master.clone()
+    master.copy_(flat)
+    flat.copy_(kept)

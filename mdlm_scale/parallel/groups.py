@@ -1,15 +1,35 @@
-"""Which rank this process is, and what ranks tell each other: sums and agreement.
+"""Which rank this process is, and what ranks tell each other: sums, agreement, and that one of them has failed.
 
 Launchers differ in how they say the rank: torchrun and deepspeed by RANK, WORLD_SIZE and LOCAL_RANK, srun by SLURM_*.
+Numbers travel through the host (gloo), also on GPUs, so that the device does not wait for them. A failure on one rank
+is written to the store that the ranks met at, where a thread of every other rank finds it: all end with its message.
 """
 
+import hashlib
+import json
 import os
+import socket
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
 
-from mdlm_scale.errors import ConfigError
+import torch
+import torch.distributed as dist
+
+from mdlm_scale.errors import EXIT_FAILURE, ConfigError, PeerError, TrainingError, UserError
+
+START_SECONDS = 300.0  # for all ranks to come
+WATCH_SECONDS = 1.0  # between looks at the store
+GRACE_SECONDS = 5.0  # for a rank to end by itself after another's failure, and for the others to read of it
 
 _LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+_FOREIGN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")  # MPI's launchers say the rank in ways of their own
+_FAILURE = "failure"
 
 
 @dataclass(frozen=True)
@@ -17,6 +37,14 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+
+    @property
+    def local_size(self) -> int:
+        """Processes on this machine, as torchrun, deepspeed or srun tell it; else all of them are."""
+        for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+            if (told := os.environ.get(name, "")).isdecimal():
+                return int(told)
+        return self.size
 
 
 def world(environment: Mapping[str, str] = os.environ) -> World:
@@ -34,16 +62,169 @@ def world(environment: Mapping[str, str] = os.environ) -> World:
             raise ConfigError(
                 f"The launcher set {', '.join(given)} but not {', '.join(missing)}; it must set all three."
             )
+    for name in _FOREIGN:
+        if environment.get(name, "1") not in ("0", "1"):
+            raise ConfigError(
+                f"The launcher started {environment[name]} processes ({name}) but set no RANK, WORLD_SIZE and "
+                f"LOCAL_RANK: each would train alone in the same folder. Use torchrun, deepspeed or srun."
+            )
     return World()
 
 
 class Groups:
-    """Collectives of the ranks of a run. With one rank, each is the identity."""
+    """The ranks of a run, as a context: a failure inside ends all of them. With one rank all is the identity."""
+
+    def __init__(self, ranks: World = World(), seconds: float = START_SECONDS) -> None:
+        """Meet the other ranks; a TrainingError names those that did not come within `seconds`."""
+        self.ranks = ranks
+        self.store: dist.Store | None = None
+        self.ended = threading.Event()
+        self.watch: threading.Thread | None = None
+        if ranks.size > 1:
+            self.store = _meet(ranks, seconds)
+            self.watch = threading.Thread(target=self._watch, name="watch", daemon=True)
+            self.watch.start()
+
+    def open(self, device: torch.device, timeout_minutes: float) -> None:
+        """Make the process groups; a collective that others do not join ends after `timeout_minutes`."""
+        if dist.is_initialized():
+            return
+        store = dist.HashStore() if self.store is None else dist.PrefixStore("groups", self.store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=self.ranks.rank,
+            world_size=self.ranks.size,
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
+        )
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value added up over the data-parallel ranks."""
-        return list(values)
+        if self.ranks.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; all ranks get the same answer."""
-        return flag
+        return self.sum([float(flag)])[0] > 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank has to say, in the order of ranks, on all of them; plain values (JSON)."""
+        if self.ranks.size == 1:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        size = torch.tensor([len(own)])
+        sizes = [torch.zeros_like(size) for _ in range(self.ranks.size)]
+        dist.all_gather(sizes, size)
+        most = int(max(sizes))
+        parts = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(parts, torch.cat([own, own.new_zeros(most - len(own))]))
+        return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, sizes, strict=True)]
+
+    def agree(self, what: str, facts: Mapping[str, Any]) -> None:
+        """A ConfigError on all ranks, naming every key of `facts` in which a rank differs from rank 0."""
+        text = json.dumps(facts, sort_keys=True)
+        if len(set(self.gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+            return
+        first, *others = self.gather(json.loads(text))
+        found = {
+            f"{what}: {key} is {first.get(key)!r} on rank 0 and {other.get(key)!r} on rank {rank}."
+            for key in sorted(set(first).union(*others))
+            for rank, other in reversed(list(enumerate(others, start=1)))
+            if other.get(key) != first.get(key)
+        }
+        raise ConfigError(*sorted(found), "All ranks must run the same code with the same settings.")
+
+    def __enter__(self) -> "Groups":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.ended.set()
+        if error is not None and self.store is not None and not isinstance(error, SystemExit):
+            self._fail(error)
+        if self.watch is not None:
+            self.watch.join(GRACE_SECONDS)
+        if dist.is_initialized():
+            if error is None:
+                dist.barrier()  # rank 0 holds the store: it goes last
+            dist.destroy_process_group()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others, unless one of them failed before: then this error is only its consequence."""
+        assert self.store is not None
+        is_user_error = isinstance(error, UserError)
+        message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
+        own = {"rank": self.ranks.rank, "code": getattr(error, "exit_code", EXIT_FAILURE), "message": message}
+        try:
+            if isinstance(error, RuntimeError):  # perhaps of a collective, because a peer is gone: its word is coming
+                _wait_until(lambda: self.store.check([_FAILURE]), GRACE_SECONDS)
+            first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(own)))
+            self.store.add("read", 1)
+            if self.ranks.rank == 0:
+                _wait_until(lambda: self.store.add("read", 0) >= self.ranks.size, GRACE_SECONDS)
+        except RuntimeError:  # the store went with rank 0
+            raise PeerError(0, f"the connection to it was lost; here: {message}", EXIT_FAILURE) from error
+        if first["rank"] != self.ranks.rank:
+            if first["message"] == message:  # the same mistake, told by one rank
+                os._exit(first["code"])
+            raise PeerError(first["rank"], first["message"], first["code"]) from None
+
+    def _watch(self) -> None:
+        """In a thread: end this process if another rank has failed and the main thread does not notice."""
+        assert self.store is not None
+        while not self.ended.wait(WATCH_SECONDS):
+            try:
+                if not self.store.check([_FAILURE]):
+                    continue
+                first = json.loads(self.store.get(_FAILURE))
+                self.store.add("read", 1)
+            except RuntimeError:
+                first = {"rank": 0, "code": EXIT_FAILURE, "message": "the connection to it was lost"}
+            if not self.ended.wait(GRACE_SECONDS):
+                error = PeerError(first["rank"], first["message"], first["code"])
+                print(f"rank {self.ranks.rank}: {error}", file=sys.stderr, flush=True)
+                os._exit(error.exit_code)
+            return
+
+
+def _meet(ranks: World, seconds: float) -> dist.Store:
+    """The store that all ranks have come to."""
+    where = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
+    if not all(where.values()):
+        missing = " and ".join(name for name, value in where.items() if not value)
+        raise ConfigError(f"{ranks.size} processes need {missing}: the host of rank 0 and a free port there.")
+    host, port = where["MASTER_ADDR"], int(where["MASTER_PORT"])
+    # torchrun's agent serves the store itself
+    serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(
+            host, port, ranks.size, is_master=serves, timeout=timedelta(seconds=seconds), wait_for_workers=False
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        met = dist.PrefixStore(f"mdlm_scale/{attempt}", store)
+        met.set(f"rank/{ranks.rank}", socket.gethostname())
+        met.add("come", 1)
+        if not _wait_until(lambda: met.add("come", 0) >= ranks.size, seconds):
+            absent = [str(rank) for rank in range(ranks.size) if not met.check([f"rank/{rank}"])]
+            raise TrainingError(
+                f"{ranks.size - len(absent)} of {ranks.size} ranks came to {host}:{port} within {seconds:.0f} s; "
+                f"missing: {', '.join(absent)}. Look at their output, and that every process was started."
+            )
+    except RuntimeError as error:
+        raise TrainingError(
+            f"Rank {ranks.rank} could not meet the others at {host}:{port} (MASTER_ADDR, MASTER_PORT) within "
+            f"{seconds:.0f} s: {str(error).splitlines()[0]}"
+        ) from error
+    return met
+
+
+def _wait_until(condition: Any, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mdlm_scale.diffusion.corrupt import Batch
-from mdlm_scale.kernels import HALF, set_adam_step
-from mdlm_scale.parallel.engine import InitRange, MakeOptimizer, Shard, Update
+from mdlm_scale.kernels import HALF
+from mdlm_scale.parallel.engine import InitRange, Judge, MakeOptimizer, Shard, Update
+from mdlm_scale.parallel.masters import Masters
 
 
 class PlainEngine:
@@ -25,20 +26,19 @@ class PlainEngine:
         dtype: torch.dtype,
     ) -> None:
         """`model` is on the meta device; its weights are made here."""
-        self.model = model.to(dtype).to_empty(device=device)
+        self.model: Callable[[Batch], tuple[Tensor, Tensor]] = model.to(dtype).to_empty(device=device)
         self.device = device
-        self.max_norm = max_norm
-        self.weights = dict(self.model.named_parameters())
-        self.masters: dict[str, Tensor] = {}
+        self.weights = dict(model.named_parameters())
+        masters: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, weight in self.weights.items():
-                if dtype in HALF:
-                    self.masters[name] = torch.empty_like(weight, dtype=torch.float32)
-                else:
-                    self.masters[name] = weight
-                self.masters[name].copy_(init_range(name, 0, weight.numel()).view(weight.shape))
-        self.optimizer = make_optimizer(list(self.masters.values()))
-        self.loaded(updates=0)
+                masters[name] = torch.empty_like(weight, dtype=torch.float32) if dtype in HALF else weight
+                masters[name].copy_(init_range(name, 0, weight.numel()).view(weight.shape))
+        shapes = {name: weight.shape for name, weight in self.weights.items()}
+        self.masters = Masters(
+            masters, dict.fromkeys(masters, 0), shapes, make_optimizer, max_norm, sum_shards=lambda whole: whole
+        )
+        self._push()
 
     def forward(self, batch: Batch) -> Tensor:
         with torch.no_grad():
@@ -48,64 +48,43 @@ class PlainEngine:
         nlls = []
         for batch in batches:
             loss_sum, nll_M = self.model(batch.to(self.device))
-            (loss_sum / denominator).backward()
+            self._backward(loss_sum / denominator)
             nlls.append(nll_M)
             self._gather_gradients()
         return nlls
 
-    def step(self, judge: Callable[[float], bool], lr: float) -> Update:
-        gradients = [g for master in self.masters.values() if (g := master.grad) is not None]
-        norms = torch.stack(torch._foreach_norm(gradients)).double()
-        grad_norm = float(torch.linalg.vector_norm(norms))
-        applied = judge(grad_norm)
-        if applied:
-            if grad_norm > self.max_norm:
-                torch._foreach_mul_(gradients, self.max_norm / grad_norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+    def step(self, judge: Judge, lr: float) -> Update:
+        update = self.masters.step(judge, lr)
+        if update.applied:
             self._push()
-        for master in self.masters.values():
-            master.grad = None
-        return Update(grad_norm, applied)
+        return update
 
     def shards(self) -> dict[str, Shard]:
-        moments = self.optimizer.state
-        return {
-            name: Shard(
-                master=master.detach().view(-1),
-                exp_avg=moments[master]["exp_avg"].view(-1),
-                exp_avg_sq=moments[master]["exp_avg_sq"].view(-1),
-                start=0,
-                shape=master.shape,
-            )
-            for name, master in self.masters.items()
-        }
+        return self.masters.shards
 
     def loaded(self, updates: int) -> None:
-        set_adam_step(self.optimizer, updates)
+        self.masters.set_updates(updates)
         self._push()
 
     def exchange(self, flats: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                kept = master.detach().view(-1).clone()
-                master.view(-1).copy_(flats[name])
-                flats[name].copy_(kept)
+        self.masters.exchange(flats)
         self._push()
 
     def full_gradient(self, name: str) -> Tensor:
-        gradient = self.masters[name].grad
+        gradient = self.masters.tensors[name].grad
         assert gradient is not None, f"{name} has no gradient: read it between forward_backward and step"
         return gradient
 
     def full_parameter(self, name: str) -> Tensor:
         return self.weights[name].detach()
 
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
     def _gather_gradients(self) -> None:
         """Add half-precision gradients to the masters'."""
         for name, weight in self.weights.items():
-            master = self.masters[name]
+            master = self.masters.tensors[name]
             if weight is not master and weight.grad is not None:
                 wide = weight.grad.to(master.dtype)
                 master.grad = wide if master.grad is None else master.grad.add_(wide)
@@ -115,5 +94,5 @@ class PlainEngine:
         """Copy masters to the half-precision weights."""
         with torch.no_grad():
             for name, weight in self.weights.items():
-                if weight is not self.masters[name]:
-                    weight.copy_(self.masters[name])
+                if weight is not self.masters.tensors[name]:
+                    weight.copy_(self.masters.tensors[name])

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mdlm_scale.config import Config
 from mdlm_scale.errors import CheckpointError
 from mdlm_scale.layout import Layout
 from mdlm_scale.parallel.engine import Engine, Shard, Update
+from mdlm_scale.parallel.groups import Groups
 from mdlm_scale.run.ema import Ema
 
 FORMAT = 1
@@ -50,19 +52,28 @@ class State:
 
 
 def save(
-    folder: Path, state: State, engine: Engine, ema: Ema, config: Config, layout: Layout, fingerprints: dict[str, str]
+    folder: Path,
+    state: State,
+    engine: Engine,
+    ema: Ema,
+    config: Config,
+    layout: Layout,
+    groups: Groups,
+    fingerprints: dict[str, str],
 ) -> Path:
-    """Write one checkpoint below `folder` and return its path."""
+    """Write one checkpoint below `folder` and return its path; every rank writes what no rank before it holds."""
     final = folder / f"step-{state.step:06d}"
     aside = final.with_name(final.name + ".tmp")
-    try:
+    parts = _parts(engine.shards(), ema)
+    if layout.rank == 0:
         for left_over in folder.glob("step-*.tmp"):
-            shutil.rmtree(left_over)
-        aside.mkdir(parents=True)
-        tensors = _tensors(engine.shards(), ema)
-        file = aside / f"rank-{layout.rank:05d}.safetensors"
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
-        _sync(file)
+            shutil.rmtree(left_over, ignore_errors=True)
+    ranges = groups.gather({key: [part.start, part.flat.numel()] for key, part in parts.items()})
+    taken = {(key, *their_range) for theirs in ranges[: layout.rank] for key, their_range in theirs.items()}
+    own = {key: part for key, part in parts.items() if (key, part.start, part.flat.numel()) not in taken}
+    told = groups.gather(_tried(lambda: _write_rank(aside / f"rank-{layout.rank:05d}.safetensors", own)))
+
+    def conclude() -> None:
         manifest = {
             "format": FORMAT,
             "state": asdict(state),
@@ -70,8 +81,8 @@ def save(
             "layout": asdict(layout),
             "versions": _versions(),
             "fingerprints": fingerprints,
-            "tensors": {key: _index(tensor, file.name, key) for key, tensor in tensors.items()},
-            "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}},
+            "tensors": _joined([each["tensors"] for each in told]),
+            "files": {name: facts for each in told for name, facts in each["files"].items()},
         }
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
         _sync(aside / MANIFEST)
@@ -80,11 +91,17 @@ def save(
             shutil.rmtree(final)
         aside.rename(final)
         _sync(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+
+    failed = [each for each in told if "error" in each]
+    if not failed:
+        concluded = groups.gather(_tried(conclude) if layout.rank == 0 else None)
+        failed = [each for each in concluded[:1] if each]
+    if failed:
+        if layout.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"{final} could not be written: {error}. Free some space or choose another run.dir."
-        ) from error
+            f"{final} could not be written: {failed[0]['error']}. Free some space or choose another run.dir."
+        )
     return final
 
 
@@ -112,15 +129,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def restore(path: Path, engine: Engine, ema: Ema) -> State:
-    """Read weights, moments and EMA into place, and return the counters."""
+    """Read this rank's part of weights, moments and EMA into place, and return the counters."""
     manifest = read_manifest(path)
     verify(path, manifest)
-    wanted = _tensors(engine.shards(), ema)
-    if set(wanted) != set(manifest["tensors"]):
-        differing = sorted(set(wanted) ^ set(manifest["tensors"]))
-        raise CheckpointError(f"{path} holds other tensors than this model, among them {', '.join(differing[:5])}.")
-    for key, tensor in wanted.items():
-        tensor.copy_(read_tensor(path, manifest, key))
+    parts = _parts(engine.shards(), ema)
+    if strange := sorted(set(parts) - set(manifest["tensors"])):
+        raise CheckpointError(f"{path} holds other tensors than this model: not {', '.join(strange[:5])}.")
+    for key, part in parts.items():
+        whole = read_tensor(path, manifest, key)
+        part.flat.copy_(whole.view(-1)[part.start : part.start + part.flat.numel()])
     state = State(**manifest["state"])
     engine.loaded(state.updates)
     return state
@@ -151,19 +168,74 @@ def verify(path: Path, manifest: dict[str, Any]) -> None:
         )
 
 
-def _tensors(shards: dict[str, Shard], ema: Ema) -> dict[str, Tensor]:
-    """Every tensor of this rank, aliasing the engine's and the average's memory."""
-    tensors: dict[str, Tensor] = {}
+@dataclass(frozen=True)
+class _Part:
+    """A range of one tensor, aliasing the engine's or the average's memory."""
+
+    flat: Tensor
+    start: int
+    shape: torch.Size
+
+
+def _parts(shards: dict[str, Shard], ema: Ema) -> dict[str, _Part]:
+    """What this rank holds of every tensor."""
+    parts = {}
     for name, shard in shards.items():
         flats = (shard.master, shard.exp_avg, shard.exp_avg_sq, ema.flats[name])
-        tensors |= {f"{kind}/{name}": flat.view(shard.shape) for kind, flat in zip(KINDS, flats, strict=True)}
-    return tensors
+        for kind, flat in zip(KINDS, flats, strict=True):
+            parts[f"{kind}/{name}"] = _Part(flat, shard.start, shard.shape)
+    return parts
 
 
-def _index(tensor: Tensor, file: str, entry: str) -> dict[str, Any]:
-    shape = list(tensor.shape)
-    box = {"file": file, "entry": entry, "offset": [0] * len(shape), "size": shape}
-    return {"shape": shape, "dtype": str(tensor.dtype).removeprefix("torch."), "boxes": [box]}
+def _write_rank(file: Path, parts: dict[str, _Part]) -> dict[str, Any]:
+    """One rank's file; returns its entries for the manifest."""
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, Any] = {}
+    for key, part in parts.items():
+        boxes = []
+        for number, (offset, size, flat) in enumerate(_boxes(part)):
+            entry = f"{key}/{number}"
+            tensors[entry] = flat.view(size).contiguous()
+            boxes.append({"file": file.name, "entry": entry, "offset": offset, "size": size})
+        dtype = str(part.flat.dtype).removeprefix("torch.")
+        index[key] = {"shape": list(part.shape), "dtype": dtype, "boxes": boxes}
+    if not any(entry["boxes"] for entry in index.values()):
+        return {"tensors": index, "files": {}}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, file)
+    _sync(file)
+    return {"tensors": index, "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}}
+
+
+def _boxes(part: _Part) -> Iterator[tuple[list[int], list[int], Tensor]]:
+    """A range of a matrix as boxes of it, at most three: the end of a row, whole rows, the beginning of a row."""
+    shape, at, end = part.shape, part.start, part.start + part.flat.numel()
+    assert len(shape) <= 2, f"a range of a tensor of shape {tuple(shape)} may be more than three boxes"
+    width = shape[1] if len(shape) == 2 else 1
+    while at < end:
+        row, column = divmod(at, width)
+        whole_rows = (end - at) // width if column == 0 else 0
+        count = whole_rows * width or min(width - column, end - at)
+        offset, size = [row, column], [whole_rows or 1, width if whole_rows else count]
+        yield offset[: len(shape)], size[: len(shape)], part.flat[at - part.start : at - part.start + count]
+        at += count
+
+
+def _joined(indexes: list[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' entries: the boxes of a tensor in one list."""
+    joined: dict[str, Any] = {}
+    for index in indexes:
+        for key, entry in index.items():
+            joined.setdefault(key, entry | {"boxes": []})["boxes"].extend(entry["boxes"])
+    return joined
+
+
+def _tried(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What `work` returns, or its failure in words: every rank must learn of it, and none may raise alone."""
+    try:
+        return work()
+    except (OSError, SafetensorError) as error:
+        return {"error": str(error)}
 
 
 def _complete(folder: Path) -> list[Path]:

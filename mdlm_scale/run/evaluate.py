@@ -2,7 +2,7 @@
 
 Rows are taken in blocks of eight; a block has its own random shift of lattice times and its own masks, functions of
 the evaluation seed and the block's number alone. So every checkpoint meets the same noise, the result does not depend
-on batch sizes, and the blocks are independent: their spread gives the standard error.
+on batch sizes or on who computes a block, and the blocks are independent: their spread gives the standard error.
 """
 
 import dataclasses
@@ -15,7 +15,9 @@ from mdlm_scale.config import DiffusionConfig, EvaluateConfig, TimeSampling
 from mdlm_scale.data.source import Source
 from mdlm_scale.diffusion import noise, schedule
 from mdlm_scale.diffusion.corrupt import corrupted
+from mdlm_scale.layout import Layout
 from mdlm_scale.parallel.engine import Engine
+from mdlm_scale.parallel.groups import Groups
 
 BLOCK = 8  # rows that share one lattice of times
 
@@ -35,21 +37,26 @@ def evaluate(
     source: Source,
     config: EvaluateConfig,
     diffusion: DiffusionConfig,
+    layout: Layout,
+    groups: Groups,
     micro_batch_size: int,
     mask_id: int,
     vocab_size: int,
 ) -> Evaluation:
-    """NELBO and perplexity of the first rows of `source` under the engine's weights."""
+    """NELBO and perplexity of the first rows of `source` under the engine's weights; the ranks take blocks in turn."""
     diffusion = dataclasses.replace(diffusion, time_sampling=TimeSampling.lattice)
     shape = schedule.from_config(diffusion)
     num_rows = min(config.rows or source.num_rows, source.num_rows)
-    sums, counts = [], []
-    for block in range(-(-num_rows // BLOCK)):
+    num_blocks = -(-num_rows // BLOCK)
+    sums, counts = [0.0] * num_blocks, [0.0] * num_blocks
+    for first in range(0, num_blocks, layout.dp_size):
+        block = min(first + layout.dp_rank, num_blocks - 1)
         t_N = noise.times(diffusion, config.seed, block, BLOCK)
         slots = range(min(BLOCK, num_rows - block * BLOCK))
-        total, num_tokens = 0.0, 0
-        for start in range(0, len(slots), micro_batch_size):
-            part = slots[start : start + micro_batch_size]
+        for start in range(0, BLOCK, micro_batch_size):
+            # a sharded model needs all ranks at each pass: who has no rows left computes some again, for nothing
+            counts_here = first + layout.dp_rank < num_blocks and start < len(slots)
+            part = slots[start : start + micro_batch_size] if counts_here else slots[:micro_batch_size]
             x_BL, is_token_BL = source.rows(np.arange(part.start, part.stop) + block * BLOCK)
             batch = corrupted(
                 x_BL, is_token_BL, t_N[part.start : part.stop],
@@ -57,11 +64,11 @@ def evaluate(
                 mask_id=mask_id, vocab_size=vocab_size,
             )  # fmt: skip
             nll_M = engine.forward(batch).double()
-            total += float((nll_M * batch.elbo_weight_M.to(nll_M.device)).sum())
-            num_tokens += batch.num_tokens
-        sums.append(total)
-        counts.append(num_tokens)
-    return _ratio(sums, counts, num_rows)
+            if counts_here:
+                sums[block] += float((nll_M * batch.elbo_weight_M.to(nll_M.device)).sum())
+                counts[block] += batch.num_tokens
+    both = groups.sum(sums + counts)  # each block is on one rank: zeros are added, which changes nothing
+    return _ratio(both[:num_blocks], [int(count) for count in both[num_blocks:]], num_rows)
 
 
 def _ratio(sums: list[float], counts: list[int], num_rows: int) -> Evaluation:

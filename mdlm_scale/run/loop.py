@@ -79,14 +79,20 @@ def _evaluate(run: Run, state: State) -> None:
             run.validation,
             config.evaluate,
             config.diffusion,
+            run.layout,
+            run.groups,
             config.batch.micro_batch_size,
             run.loader.mask_id,
             run.loader.vocab_size,
         )
-    run.metrics.evaluated(state.step, evaluation, run.validation.unigram_perplexity(evaluation.num_rows))
+    if run.layout.rank == 0:
+        run.metrics.evaluated(state.step, evaluation, run.validation.unigram_perplexity(evaluation.num_rows))
 
 
 def _save(run: Run, state: State) -> None:
     folder = Path(run.config.run.dir) / "checkpoints"
-    run.last_checkpoint = checkpoint.save(folder, state, run.engine, run.ema, run.config, run.layout, run.fingerprints)
-    checkpoint.keep_newest(folder, run.config.checkpoint.keep)
+    run.last_checkpoint = checkpoint.save(
+        folder, state, run.engine, run.ema, run.config, run.layout, run.groups, run.fingerprints
+    )
+    if run.layout.rank == 0:
+        checkpoint.keep_newest(folder, run.config.checkpoint.keep)

@@ -3,18 +3,20 @@
 Nothing is written before every fault that can be found has been found.
 """
 
+import hashlib
 import json
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import mdlm_scale
 from mdlm_scale import config as config_module
 from mdlm_scale import kernels, layout
 from mdlm_scale import log as log_module
-from mdlm_scale.config import Config, ConfigError, Precision
+from mdlm_scale.config import Config, EngineName
 from mdlm_scale.data import loader as loader_module
 from mdlm_scale.data import source as source_module
 from mdlm_scale.data import tokenizer as tokenizer_module
@@ -22,21 +24,18 @@ from mdlm_scale.data.loader import Loader
 from mdlm_scale.data.source import Source
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.diffusion import schedule
-from mdlm_scale.errors import EXIT_RUN_AGAIN, CheckpointError, DataError, raise_if_any
+from mdlm_scale.errors import EXIT_RUN_AGAIN, CheckpointError, ConfigError, DataError, raise_if_any
 from mdlm_scale.layout import Layout
 from mdlm_scale.log import log
 from mdlm_scale.model import dit, init
 from mdlm_scale.model.sizes import Sizes, gemm_rate, sizes
 from mdlm_scale.parallel.groups import Groups, World, world
-from mdlm_scale.parallel.plain import PlainEngine
-from mdlm_scale.run import checkpoint, evaluate, guard, optimizer
+from mdlm_scale.run import build, checkpoint, evaluate, guard, optimizer
 from mdlm_scale.run.checkpoint import State
 from mdlm_scale.run.ema import Ema
 from mdlm_scale.run.loop import Run, train
 from mdlm_scale.run.metrics import Metrics
 from mdlm_scale.run.preempt import Stop
-
-DTYPES = {Precision.bf16: torch.bfloat16, Precision.float32: torch.float32, Precision.float64: torch.float64}
 
 
 def main(config_path: str, overrides: list[str], check_only: bool) -> int:
@@ -44,19 +43,29 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
     ranks = world()
     log_module.start(ranks.rank)
     if not torch.cuda.is_available():
-        kernels.tune_cpu()
-    config = config_module.load(config_path, overrides)
-    raise_if_any(faults(config, ranks))
-    if check_only:
-        _print_plan(config, _read_data(config))
-        return 0
-    resume_from = _resume_point(config)
-    if resume_from is not None and (Path(config.run.dir) / "done").exists():
-        step = checkpoint.read_manifest(resume_from)["state"]["step"]
-        if step >= config.train.num_steps:
-            log.info(f"run {config.run.dir} is done: {step} steps, {resume_from}; a higher train.num_steps would go on")
+        kernels.tune_cpu(ranks.local_size)
+    with Groups(ranks) as groups:
+        config = config_module.load(config_path, overrides)
+        raise_if_any(faults(config, ranks))
+        device = build.device_of(config, ranks)
+        if ranks.size > 1 or config.parallel.engine is not EngineName.plain:
+            groups.open(device, config.parallel.timeout_minutes)
+        groups.agree("The ranks differ", _identity(config))
+        data = _read_data(config)
+        if check_only:
+            if ranks.rank == 0:
+                _print_plan(config, data, build.layout_of(config, ranks))
             return 0
-    return _train(config, ranks, _read_data(config), resume_from)
+        resume_from = _resume_point(config)
+        groups.agree("The ranks see other files", data.fingerprints() | {"resume from": str(resume_from)})
+        if resume_from is not None and (Path(config.run.dir) / "done").exists():
+            step = checkpoint.read_manifest(resume_from)["state"]["step"]
+            if step >= config.train.num_steps:
+                log.info(
+                    f"run {config.run.dir} is done: {step} steps, {resume_from}; a higher train.num_steps would go on"
+                )
+                return 0
+        return _train(config, groups, device, data, resume_from)
 
 
 def faults(config: Config, ranks: World) -> list[str]:
@@ -77,7 +86,10 @@ def faults(config: Config, ranks: World) -> list[str]:
     found += source_module.faults(config.data)
     found += dit.faults(config.model)
     found += schedule.faults(config.diffusion, config.model.time_conditioning)
-    found += layout.faults(config.parallel, config.batch, ranks.size)
+    if laid_out := layout.faults(config.parallel, config.batch, ranks.size):
+        found += laid_out
+    else:
+        found += build.faults(config, build.layout_of(config, ranks))
     found += optimizer.faults(config.optimizer, config.ema)
     found += evaluate.faults(config.evaluate)
     found += guard.faults(config.guard)
@@ -122,14 +134,26 @@ def _read_data(config: Config) -> Data:
     return Data(tokenizer, **sources)
 
 
-def _print_plan(config: Config, data: Data) -> None:
+def _identity(config: Config) -> dict[str, Any]:
+    """What all ranks must share: every setting, the code, and the packages that compute."""
+    package = Path(mdlm_scale.__file__).parent
+    files = sorted(package.rglob("*.py"))
+    code = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+    tree = config_module.to_tree(config)
+    settings = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+    return settings | {"code of mdlm_scale": code[:16], "version of torch": torch.__version__}
+
+
+def _print_plan(config: Config, data: Data, own_layout: Layout) -> None:
     """What `--check` shows: the resolved config, parameters and memory. Nothing is written."""
     print(config_module.to_yaml(config), end="")
-    dtype = DTYPES[config.train.precision]
     size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
-    state = size.state_bytes(dtype.itemsize, max(4, dtype.itemsize))
+    weight_bytes = build.DTYPES[config.train.precision].itemsize
+    state = size.state_bytes(config.parallel, own_layout.shard_size, weight_bytes)
     print(f"# train: {data.train.describe()}; validation: {data.validation.describe()}")
-    print(f"# {size.num_parameters:,} parameters; {state / 1e6:,.0f} MB of weights, gradients, moments and EMA")
+    print(f"# {own_layout.describe()}; engine {config.parallel.engine}")
+    parts = ", ".join(f"{part} {number / 1e6:,.0f}" for part, number in state.items() if number)
+    print(f"# {size.num_parameters:,} parameters; {sum(state.values()) / 1e6:,.0f} MB of state a rank: {parts}")
 
 
 def _resume_point(config: Config) -> Path | None:
@@ -149,25 +173,25 @@ def _resume_point(config: Config) -> Path | None:
     return checkpoint.newest(folder)
 
 
-def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -> int:
-    folder = Path(config.run.dir)
+def _train(config: Config, groups: Groups, device: torch.device, data: Data, resume_from: Path | None) -> int:
+    rank = groups.ranks.rank
     notes = [] if resume_from is None else _compare_data(resume_from, data)
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(config_module.to_yaml(config))
-        (folder / "done").unlink(missing_ok=True)  # there again at the end; meanwhile scripts must not believe it
-    except OSError as error:
-        raise ConfigError(f"run.dir={folder} cannot be written: {error}.") from error
-    log_module.also_to(folder / "log.txt")
-    device = _device(config, ranks)
-    dtype = DTYPES[config.train.precision]
+    if rank == 0:
+        _open_folder(config)
+    dtype = build.DTYPES[config.train.precision]
     size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
-    _announce(config, data, size, device, dtype, resume_from)
-
-    own_layout = Layout(ranks.size, ranks.rank, config.parallel.tp_size)
-    groups = Groups()
-    model = _build_model(config, data.tokenizer)
-    engine = _build_engine(config, model, device, dtype)
+    own_layout = build.layout_of(config, groups.ranks)
+    _announce(config, data, size, device, own_layout, resume_from)
+    model = build.build_model(config, data.tokenizer.vocab_size, data.tokenizer.mask_id)
+    rules, seed = init.fills(model), config.run.seed
+    engine = build.build_engine(
+        config,
+        model,
+        lambda name, start, numel: init.init_range(seed, name, rules[name], start, numel),
+        device,
+        own_layout,
+        groups,
+    )
     ema = Ema(engine, config.ema.decay)
     state = State() if resume_from is None else checkpoint.restore(resume_from, engine, ema)
     if note := loader_module.balance_note(own_layout, config.batch, config.diffusion):
@@ -177,7 +201,8 @@ def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -
         mask_id=data.tokenizer.mask_id, vocab_size=data.tokenizer.vocab_size, dropout_sites=model.num_dropout_sites,
         prefetch=config.data.prefetch, pin_memory=device.type == "cuda",
     )  # fmt: skip
-    with Metrics(config, size, gemm_rate(device, dtype), state) as metrics:
+    total_rate = groups.sum([gemm_rate(device, dtype)])[0]
+    with Metrics(config, size, total_rate, state, rank) as metrics:
         if resume_from is not None:
             for note in (f"resumed from {resume_from}", *notes):
                 metrics.event(state.step, note)
@@ -189,14 +214,27 @@ def _train(config: Config, ranks: World, data: Data, resume_from: Path | None) -
             state = train(run, state)
         finally:
             loader.close()
-    return _conclude(config, state)
+    return _conclude(config, state, rank)
 
 
-def _conclude(config: Config, state: State) -> int:
+def _open_folder(config: Config) -> None:
+    folder = Path(config.run.dir)
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config_module.to_yaml(config))
+        (folder / "done").unlink(missing_ok=True)  # there again at the end; meanwhile scripts must not believe it
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder} cannot be written: {error}.") from error
+    log_module.also_to(folder / "log.txt")
+
+
+def _conclude(config: Config, state: State, rank: int) -> int:
     folder = Path(config.run.dir)
     if state.step < config.train.num_steps:
         log.info(f"stopped at step {state.step} of {config.train.num_steps}, saved; the same command goes on from here")
         return EXIT_RUN_AGAIN
+    if rank != 0:
+        return 0
     (folder / "done").write_text(json.dumps({"step": state.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
     log.info(
         f"done: {state.step} steps\n  checkpoint  {checkpoint.newest(folder)}\n  config      {folder / 'config.yaml'}\n"
@@ -219,42 +257,17 @@ def _compare_data(path: Path, data: Data) -> list[str]:
 
 
 def _announce(
-    config: Config, data: Data, size: Sizes, device: torch.device, dtype: torch.dtype, resume_from: Path | None
+    config: Config, data: Data, size: Sizes, device: torch.device, own_layout: Layout, resume_from: Path | None
 ) -> None:
+    parallel = config.parallel
     log.info(
         f"run {config.run.dir}: {'resuming ' + resume_from.name if resume_from else 'new'}, seed {config.run.seed}"
     )
     log.info(f"train {data.train.describe()}; validation {data.validation.describe()}")
+    stage = f" stage {parallel.zero_stage}" if parallel.engine is EngineName.deepspeed else ""
+    log.info(f"{own_layout.describe()}; engine {parallel.engine}{stage}")
+    kernel = kernels.describe(device, build.DTYPES[config.train.precision], build.is_sharded(parallel))
     log.info(
         f"model {size.num_parameters:,} parameters, V {data.tokenizer.vocab_size}, mask id {data.tokenizer.mask_id}; "
-        f"{config.train.precision} on {device}; {kernels.describe(device, dtype)}"
-    )
-
-
-def _device(config: Config, ranks: World) -> torch.device:
-    if config.train.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(ranks.local_rank)
-    return torch.device("cuda", ranks.local_rank)
-
-
-def _build_model(config: Config, tokenizer: Tokenizer) -> dit.DiT:
-    with torch.device("meta"):
-        model = dit.DiT(config.model, tokenizer.vocab_size, tokenizer.mask_id)
-    model.recompute = config.parallel.recompute
-    if config.parallel.compile:
-        for block in model.blocks:
-            block.compile()
-    return model
-
-
-def _build_engine(config: Config, model: dit.DiT, device: torch.device, dtype: torch.dtype) -> PlainEngine:
-    rules = init.fills(model)
-    return PlainEngine(
-        model,
-        init_range=lambda name, start, numel: init.init_range(config.run.seed, name, rules[name], start, numel),
-        make_optimizer=partial(kernels.adamw, config=config.optimizer, device=device),
-        max_norm=config.optimizer.max_grad_norm,
-        device=device,
-        dtype=dtype,
+        f"{config.train.precision} on {device}; {kernel}"
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from mdlm_scale import config as config_module
 from mdlm_scale import log as log_module
@@ -27,8 +27,11 @@ from mdlm_scale.run.step import Report
 
 
 class Metrics:
-    def __init__(self, config: Config, sizes: Sizes, gemm_rate: float, state: State) -> None:
-        """Open the files of the run directory; rows past `state.step` belong to steps that will be done again."""
+    def __init__(self, config: Config, sizes: Sizes, gemm_rate: float, state: State, rank: int = 0) -> None:
+        """Open the files of the run directory; rows past `state.step` belong to steps that will be done again.
+
+        `gemm_rate` is that of all ranks together. Rank 0 speaks for all: the others write nothing.
+        """
         self.folder = Path(config.run.dir)
         self.every = config.logging.every
         self.num_steps = config.train.num_steps
@@ -38,10 +41,13 @@ class Metrics:
         self.started = self.row_time = time.monotonic()
         self.since_row = (0, 0)  # tokens and masked tokens since the last row
         self.row_waited = 0.0  # seconds waited for data until the last row
-        path = self.folder / "metrics.jsonl"
-        _forget_after(path, state.step)
-        self.file = path.open("a", encoding="utf-8")
-        self.wandb = _start_wandb(config, self.folder)
+        self.file: TextIO | None = None
+        self.wandb: Any = None
+        if rank == 0:
+            path = self.folder / "metrics.jsonl"
+            _forget_after(path, state.step)
+            self.file = path.open("a", encoding="utf-8")
+            self.wandb = _start_wandb(config, self.folder)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -49,7 +55,8 @@ class Metrics:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Close on every way out of the run; a crash is told to Weights & Biases."""
         log_module.end_live()
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
 
@@ -100,8 +107,9 @@ class Metrics:
 
     def write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
         """One row, handed to the system before the call returns: the process may die, the row stays."""
-        self.file.write(json.dumps({"kind": kind, "step": step, **_json_safe(figures)}) + "\n")
-        self.file.flush()
+        if self.file is not None:
+            self.file.write(json.dumps({"kind": kind, "step": step, **_json_safe(figures)}) + "\n")
+            self.file.flush()
         if self.wandb is not None:
             self.wandb.log({f"{kind}/{key}": value for key, value in figures.items()}, step=step)
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mdlm_scale.config import ModelConfig
+from mdlm_scale.config import EngineName, ModelConfig, ParallelConfig
 from mdlm_scale.model.dit import SINUSOID_WIDTH, DiT
 from mdlm_scale.model.sizes import Sizes, gemm_rate, sizes
 
@@ -51,17 +51,32 @@ def test_a_step_costs_three_forward_passes() -> None:
     assert size.step_flops(num_tokens=100, num_masked=50) == 3 * (500 + 350)
 
 
+PLAIN, FSDP = ParallelConfig(), ParallelConfig(engine=EngineName.fsdp)
+ZERO = [ParallelConfig(engine=EngineName.deepspeed, zero_stage=stage) for stage in range(4)]
+
+
 @pytest.mark.parametrize(
-    ("weight_bytes", "master_bytes", "bytes_a_parameter"),
+    ("parallel", "weight_bytes", "whole", "divided"),
     [
-        (2, 4, 2 + 2 + 5 * 4),  # bf16 weight and gradient; float32 master, its gradient, two moments, average
-        (4, 4, 4 + 4 + 3 * 4),  # the weight is its own master: two moments and the average beside it
-        (8, 8, 8 + 8 + 3 * 8),
+        # (weight, gradient), master where it is another tensor, two moments, average
+        (PLAIN, 2, 2 + 4 + 4 + 8 + 4, 0),
+        (PLAIN, 4, 4 + 4 + 8 + 4, 0),
+        (PLAIN, 8, 8 + 8 + 16 + 8, 0),
+        (ZERO[0], 4, 4 + 4 + 8 + 4, 0),
+        (ZERO[1], 4, 4 + 4, 4 + 8 + 4),
+        (ZERO[1], 2, 2 + 2 + 4, 4 + 8 + 4),  # half-precision gradients beside their float32 sums
+        (ZERO[2], 4, 4, 4 + 4 + 8 + 4),
+        (ZERO[2], 2, 2, 4 + 4 + 8 + 4),
+        (ZERO[3], 4, 0, 4 + 4 + 4 + 8 + 4),
+        (FSDP, 4, 0, 4 + 4 + 8 + 4),
+        (FSDP, 2, 0, 4 + 4 + 8 + 4),  # the shards are the masters
     ],
 )
-def test_state_bytes(weight_bytes: int, master_bytes: int, bytes_a_parameter: int) -> None:
+def test_state_bytes(parallel: ParallelConfig, weight_bytes: int, whole: int, divided: int) -> None:
     size = Sizes(num_parameters=1000, block_flops=0.0, head_flops=0.0)
-    assert size.state_bytes(weight_bytes, master_bytes) == 1000 * bytes_a_parameter
+    for shard_size in (1, 2, 8):
+        state = size.state_bytes(parallel, shard_size, weight_bytes)
+        assert sum(state.values()) == 1000 * whole + 1000 * divided // shard_size
 
 
 def test_gemm_rate_is_positive() -> None:

@@ -16,7 +16,7 @@ from mdlm_scale.run import checkpoint
 MISTAKES = {
     "unknown key": (["model.hiden_size=8"], "model.hiden_size is not a setting. Did you mean model.hidden_size?"),
     "wrong type": (["train.num_steps=many"], "train.num_steps='many' must be a whole number."),
-    "batch": (["batch.global_batch_size=10"], "Nearest that work: 8, 12."),
+    "batch": (["batch.global_batch_size=10"], "Nearest that work: 8, 12; or batch.micro_batch_size=2 with 10."),
     "heads": (["model.num_heads=5"], "model.num_heads=5 does not divide model.hidden_size=32"),
     "odd head": (["model.hidden_size=36", "model.num_heads=12"], "gives an odd head width, 3"),
     "length": (["data.length=1"], "data.length=1 must be at least 3"),

@@ -20,7 +20,7 @@ def test_manifest_describes_the_files(train_run: Train, tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["state"] == {"step": 2, "updates": 2, "skipped_steps": []}
     assert manifest["config"]["model"]["hidden_size"] == 32
-    assert manifest["layout"] == {"world_size": 1, "rank": 0, "tp_size": 1}
+    assert manifest["layout"] == {"world_size": 1, "rank": 0, "tp_size": 1, "replicate_size": 1}
     with safe_open(path / "rank-00000.safetensors", framework="pt") as file:
         assert set(file.keys()) == {box["entry"] for t in manifest["tensors"].values() for box in t["boxes"]}
     kinds = {key.split("/")[0] for key in manifest["tensors"]}

@@ -1,6 +1,7 @@
 """The validation bound: independent of batch size, frozen, and right where it can be computed by hand."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from mdlm_scale.config import DiffusionConfig, EvaluateConfig, LossWeight
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type
 from mdlm_scale.data.source import Source, in_memory
 from mdlm_scale.diffusion.corrupt import Batch
+from mdlm_scale.layout import Layout
+from mdlm_scale.parallel.groups import Groups
 from mdlm_scale.run.evaluate import BLOCK, evaluate
 
 LENGTH, NUM_ROWS, VOCAB = 16, 37, 11
@@ -34,7 +37,8 @@ def source() -> Source:
 
 def result(micro_batch_size: int = 4, rows: int = 0, seed: int = 1, diffusion: DiffusionConfig = DiffusionConfig()):  # noqa: B008
     config = EvaluateConfig(rows=rows, seed=seed)
-    return evaluate(FixedEngine(), source(), config, diffusion, micro_batch_size, mask_id=VOCAB - 1, vocab_size=VOCAB)  # type: ignore[arg-type]
+    engine: Any = FixedEngine()
+    return evaluate(engine, source(), config, diffusion, Layout(), Groups(), micro_batch_size, VOCAB - 1, VOCAB)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 8, 64])

@@ -1,0 +1,325 @@
+"""DeepSpeed's ZeRO, stages 0 to 3, its only door.
+
+Stage 0 shards nothing: DeepSpeed runs the passes and adds up the gradients, the update is ours. From stage 1 on the
+update is DeepSpeed's, and its masters are flat: this rank's part of all parameters in a row (1, 2) or a part of each
+(3). DeepSpeed offers no way to these parts, nor to judge a norm before the update: the private names used for that are
+listed in NAMES and looked for at the start. Its silent failures are met here: gradients are sums at every stage, Adam's
+state exists from the first moment, and no gathered copy of a weight outlives a change of its master.
+"""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would find out by itself, with a warning
+
+import deepspeed
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param, safe_get_local_optimizer_state
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from mdlm_scale.config import BatchConfig, ParallelConfig, Precision
+from mdlm_scale.diffusion.corrupt import Batch
+from mdlm_scale.errors import ConfigError
+from mdlm_scale.kernels import HALF, set_adam_step
+from mdlm_scale.layout import Layout
+from mdlm_scale.parallel import zero_json
+from mdlm_scale.parallel.engine import InitRange, Judge, MakeOptimizer, Shard, Update, swap
+from mdlm_scale.parallel.plain import PlainEngine
+
+KNOWN_VERSION = "0.19.8"
+
+# what is used of DeepSpeed beyond its documentation, by class
+NAMES = {
+    "DeepSpeedEngine": ("buffered_allreduce_fallback", "empty_partition_cache", "no_sync", "micro_steps"),
+    "DeepSpeedZeroOptimizer": ("scaled_global_norm", "update_lp_params", "_lazy_init_hp_params_optimizer_state"),
+    "BF16_Optimizer": (
+        "get_grads_for_norm", "clear_hp_grads", "clear_lp_grads", "update_lp_params",
+        "_lazy_init_hp_params_optimizer_state",
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        "_get_norm_groups", "fp32_partitioned_groups_flat", "persistent_parameters",
+        "_reassign_or_swap_out_partitioned_parameters",
+    ),
+}  # fmt: skip
+
+
+class Zero0Engine(PlainEngine):
+    """Every rank holds the whole model; DeepSpeed runs the passes and sums the gradients over the ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        init_range: InitRange,
+        make_optimizer: MakeOptimizer,
+        max_norm: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        config: ParallelConfig,
+        batch: BatchConfig,
+        layout: Layout,
+    ) -> None:
+        super().__init__(model, init_range, make_optimizer, max_norm, device, dtype)
+        _start_deepspeed()
+        # DeepSpeed is not told of half precision: it would keep masters of its own, and add up in half precision
+        written = zero_json.settings(config, batch, layout, Precision.float32, max_norm=0.0)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.masters.optimizer, config=written)
+        _check_names(self.engine)
+        self.model = self.engine
+
+    def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
+        with self.engine.no_sync():
+            nlls = super().forward_backward(batches, denominator)
+        gradients = [g for master in self.masters.tensors.values() if (g := master.grad) is not None]
+        self.engine.buffered_allreduce_fallback(grads=gradients)
+        return nlls
+
+    def _backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+
+class ZeroEngine:
+    """Stages 1 to 3."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        init_range: InitRange,
+        make_optimizer: MakeOptimizer,
+        max_norm: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        config: ParallelConfig,
+        batch: BatchConfig,
+        layout: Layout,
+    ) -> None:
+        """`model` is on the meta device. From stage 3 on no rank ever holds all of it."""
+        _start_deepspeed()
+        self.device = device
+        self.stage = config.zero_stage
+        # stage 3 only averages; at the other stages gradients are summed by a setting
+        self.loss_scale = layout.dp_size if self.stage == 3 else 1
+        precision = Precision.bf16 if dtype in HALF else Precision.float32
+        written = zero_json.settings(config, batch, layout, precision, max_norm)
+        model.to(dtype)
+        if self.stage == 3:
+            _partition(model, written, device)
+        else:
+            model.to_empty(device=device)
+        self.weights: dict[str, Any] = dict(model.named_parameters())  # with DeepSpeed's attributes
+        optimizer = make_optimizer(list(self.weights.values()))
+        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=written)
+        _check_names(self.engine, self.optimizer)
+        self._shards = self._make_shards(layout)
+        with torch.no_grad():
+            for name, shard in self._shards.items():
+                shard.master.copy_(init_range(name, shard.start, shard.master.numel()))
+        self._push()
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.engine.eval()
+        with torch.no_grad():
+            nll_M = self.engine(batch.to(self.device))[1]
+        self.engine.train()
+        return nll_M
+
+    def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
+        nlls = []
+        for i, batch in enumerate(batches, start=1):
+            loss_sum, nll_M = self.engine(batch.to(self.device))
+            self.engine.backward(loss_sum * (self.loss_scale / denominator), scale_wrt_gas=False)
+            nlls.append(nll_M)
+            if i < len(batches):
+                self.engine.step()  # only counts the micro-batch
+        return nlls
+
+    def step(self, judge: Judge, lr: float) -> Update:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        verdict = _Verdict(judge)
+        if _is_bf16_optimizer(self.optimizer):
+            gradients, _ = self.optimizer.get_grads_for_norm()
+            norm = deepspeed.runtime.utils.get_global_norm_of_tensors(gradients, mpu=self.engine.mpu)
+            if verdict.refuses(float(norm)):
+                self.optimizer.clear_hp_grads()
+                self.optimizer.clear_lp_grads()
+                self.engine.micro_steps += 1
+                return Update(verdict.norm, applied=False)
+            self.engine.step()
+        else:
+            with verdict.inside(self.optimizer):
+                self.engine.step()
+        assert self.engine.was_step_applied() == verdict.applied, (
+            f"DeepSpeed {'applied' if self.engine.was_step_applied() else 'skipped'} a step with norm {verdict.norm}"
+        )
+        return Update(verdict.norm, verdict.applied)
+
+    def shards(self) -> dict[str, Shard]:
+        return self._shards
+
+    def loaded(self, updates: int) -> None:
+        set_adam_step(_base(self.optimizer), self._flats(), updates)
+        self._push()
+
+    def exchange(self, flats: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, shard in self._shards.items():
+                swap(shard.master, flats[name])
+        self._push()
+
+    def full_gradient(self, name: str) -> Tensor:
+        gradient = safe_get_full_grad(self.weights[name])
+        assert gradient is not None, f"{name} has no gradient: read it between forward_backward and step"
+        return gradient
+
+    def full_parameter(self, name: str) -> Tensor:
+        weight = self.weights[name]
+        with deepspeed.zero.GatheredParameters([weight], enabled=self.stage == 3):
+            return weight.detach().clone()
+
+    def _flats(self) -> list[Tensor]:
+        """What Adam updates: this rank's flat partitions."""
+        if self.stage == 3:
+            return self.optimizer.fp32_partitioned_groups_flat
+        return [flat for group in _base(self.optimizer).param_groups for flat in group["params"]]
+
+    def _make_shards(self, layout: Layout) -> dict[str, Shard]:
+        set_adam_step(_base(self.optimizer), self._flats(), 0)  # later, ZeRO would not find it for all groups
+        shards = {}
+        if self.stage < 3:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, weight in self.weights.items():
+            if self.stage == 3:
+                moments = [safe_get_local_optimizer_state(weight, key) for key in ("exp_avg", "exp_avg_sq")]
+                parts = [part.view(-1) for part in (safe_get_local_fp32_param(weight), *moments)]
+                start, shape = layout.dp_rank * len(parts[0]), weight.ds_shape
+                here = max(0, min(len(parts[0]), weight.ds_numel - start))  # the rest of the last part is padding
+                master, exp_avg, exp_avg_sq = (part[:here] for part in parts)
+                shards[name] = Shard(master, exp_avg, exp_avg_sq, start, shape)
+            elif (mapping := weight._hp_mapping) is not None:
+                moments = mapping.optim_fragment
+                start = mapping.lp_fragment_address.start
+                shards[name] = Shard(
+                    mapping.hp_fragment.detach(), moments["exp_avg"], moments["exp_avg_sq"], start, weight.shape
+                )
+        return shards
+
+    def _push(self) -> None:
+        """Masters to the weights of the forward pass, on all ranks."""
+        if self.stage < 3:
+            self.optimizer.update_lp_params()
+            return
+        self.engine.empty_partition_cache()  # gathered copies of the old weights would stay in use
+        for i in range(len(self.optimizer.fp32_partitioned_groups_flat)):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(i)
+        if kept := self.optimizer.persistent_parameters:
+            kept[0].all_gather(kept)
+
+
+class _Verdict:
+    """The judge's word on a norm, asked inside DeepSpeed's step; a negative norm there makes it discard the step."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.norm = math.inf  # DeepSpeed ends a step with an overflow before there is a norm
+        self.applied = False
+
+    def refuses(self, norm: float) -> bool:
+        self.norm = norm if norm >= 0 else math.nan  # DeepSpeed says -1 of what is not finite
+        self.applied = self.judge(self.norm)
+        return not self.applied
+
+    def inside(self, optimizer: Any) -> "_Replaced":
+        if hasattr(optimizer, "scaled_global_norm"):
+            norm_of = optimizer.scaled_global_norm
+
+            def judged_norm(*args: Any) -> Tensor:
+                norm = norm_of(*args)
+                return torch.full_like(norm, -1.0) if self.refuses(float(norm)) else norm
+
+            return _Replaced(optimizer, "scaled_global_norm", judged_norm)
+        norms_of = optimizer._get_norm_groups
+
+        def judged_norms() -> list[Tensor]:
+            norms = [torch.as_tensor(norm) for norm in norms_of()]
+            whole = torch.stack([norm.double() for norm in norms]).norm() if min(norms) >= 0 else -1.0
+            return [torch.full_like(norm, -1.0) for norm in norms] if self.refuses(float(whole)) else norms
+
+        return _Replaced(optimizer, "_get_norm_groups", judged_norms)
+
+
+class _Replaced:
+    """An object's method, replaced for a while."""
+
+    def __init__(self, owner: Any, name: str, method: Any) -> None:
+        self.owner, self.name, self.method = owner, name, method
+
+    def __enter__(self) -> None:
+        setattr(self.owner, self.name, self.method)
+
+    def __exit__(self, *_: object) -> None:
+        delattr(self.owner, self.name)  # the class's own shows again
+
+
+def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision: Precision) -> list[str]:
+    """What is wrong with the deepspeed engine's settings."""
+    found = zero_json.faults(config, batch, layout, precision)
+    try:
+        DeepSpeedZeroConfig(**dict(config.deepspeed.get("zero_optimization", {})))
+    except ValidationError as error:
+        place = "parallel.deepspeed.zero_optimization"
+        found += [f"{place}.{'.'.join(map(str, e['loc']))}: {e['msg']}." for e in error.errors()]
+    except (TypeError, ValueError):
+        pass  # no pairs of keys and values, which is among the faults already
+    return found
+
+
+def _start_deepspeed() -> None:
+    """Let DeepSpeed use the process groups that exist, quietly."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of the names it calls
+    if not torch.cuda.is_available():
+        # a collective through shared memory would be compiled at the first use, and is not ours to test
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
+
+
+def _partition(model: nn.Module, written: dict[str, Any], device: torch.device) -> None:
+    """Make the weights one module at a time, each cut to this rank's part before the next is made."""
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+            deepspeed.zero.Init(module=module, config_dict_or_path=written)
+
+
+def _base(optimizer: Any) -> torch.optim.Optimizer:
+    """Our optimizer, inside DeepSpeed's."""
+    return optimizer.optimizer
+
+
+def _is_bf16_optimizer(optimizer: Any) -> bool:
+    """DeepSpeed's choice for stage 1 in bf16 with float32 sums."""
+    return type(optimizer).__name__ == "BF16_Optimizer"
+
+
+def _check_names(*objects: Any) -> None:
+    """One clear error if this DeepSpeed lacks a private name that is needed."""
+    missing = [
+        f"{type(thing).__name__}.{name}"
+        for thing in objects
+        for name in NAMES.get(type(thing).__name__, ("known_to_mdlm_scale",))
+        if not hasattr(thing, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}, which mdlm_scale needs. Version "
+            f"{KNOWN_VERSION} is known to work: pip install deepspeed=={KNOWN_VERSION}"
+        )

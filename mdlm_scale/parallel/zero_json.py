@@ -1,0 +1,113 @@
+"""What DeepSpeed is told: our JSON, what the user adds to it, and what the user may not add.
+
+What is computed (batches, precision, clipping, sums) is decided by our own sections; the rest is passed on.
+"""
+
+from typing import Any
+
+from mdlm_scale.config import BatchConfig, ParallelConfig, Precision
+from mdlm_scale.layout import Layout
+
+# sections of DeepSpeed's JSON that are passed on, and what of `zero_optimization` is not
+PASSED_ON = (
+    "zero_optimization", "aio", "comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown",
+    "dump_state", "steps_per_print", "tensorboard", "csv_monitor",
+)  # fmt: skip
+ONLY_STAGE_3 = ("stage3_", "offload_param", "sub_group_size", "param_persistence_threshold", "max_live_parameters")
+OTHER_MATHEMATICS = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
+
+DEFAULTS = {"steps_per_print": 2**31}  # it prints what metrics.jsonl has
+
+# what decides instead of a section of DeepSpeed's
+INSTEAD = {
+    "optimizer": "the section optimizer", "scheduler": "optimizer.schedule", "fp16": "train.precision",
+    "bf16": "train.precision", "amp": "train.precision", "torch_autocast": "train.precision",
+    "data_types": "train.precision", "communication_data_type": "train.precision",
+    "train_batch_size": "batch.global_batch_size", "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
+    "gradient_accumulation_steps": "batch.global_batch_size", "gradient_clipping": "optimizer.max_grad_norm",
+    "zero_optimization": "parallel.zero_stage", "wandb": "logging.wandb",
+    "activation_checkpointing": "parallel.recompute", "compile": "parallel.compile",
+}  # fmt: skip
+
+
+def settings(
+    config: ParallelConfig, batch: BatchConfig, layout: Layout, precision: Precision, max_norm: float
+) -> dict[str, Any]:
+    """DeepSpeed's JSON: ours, with what the user adds to it."""
+    return _merged(DEFAULTS | ours(config, batch, layout, precision, max_norm), config.deepspeed)
+
+
+def ours(
+    config: ParallelConfig, batch: BatchConfig, layout: Layout, precision: Precision, max_norm: float
+) -> dict[str, Any]:
+    """What we tell it."""
+    told: dict[str, Any] = {
+        "train_batch_size": batch.global_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.global_batch_size // (batch.micro_batch_size * layout.dp_size),
+        "gradient_clipping": max_norm,
+        "zero_optimization": {"stage": config.zero_stage, "memory_efficient_linear": False},
+        "zero_force_ds_cpu_optimizer": False,  # offloaded, torch's fused AdamW works on the CPU as well
+        "communication_data_type": "fp32",
+    }
+    if config.zero_stage < 3:
+        told["gradient_allreduce_op"] = "sum"  # stage 3 knows only means
+    if precision is Precision.bf16 and config.zero_stage > 0:
+        told["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        told["data_types"] = {"grad_accum_dtype": "fp32"}
+    return told
+
+
+def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision: Precision) -> list[str]:
+    """What of the user's settings cannot be passed on."""
+    if config.zero_stage not in range(4):
+        return [f"parallel.zero_stage={config.zero_stage} must be 0, 1, 2 or 3."]
+    found = []
+    if precision is Precision.float64:
+        found.append("train.precision=float64 is not for parallel.engine=deepspeed, whose master weights are float32.")
+    key, told = "parallel.deepspeed", ours(config, batch, layout, precision, max_norm=1.0)
+    decided = [name for name in ("gradient_clipping",) if name in config.deepspeed]
+    found += [
+        f"{key}.{name} is not passed on to DeepSpeed. {_instead(name)}"
+        for name in config.deepspeed
+        if name not in (*PASSED_ON, *told) or name in decided
+    ]
+    found += [
+        f"{key}.{path}={theirs!r} contradicts {mine!r}. {_instead(path.split('.')[0])}"
+        for path, mine, theirs in _contradictions(told, config.deepspeed)
+        if path not in decided
+    ]
+    zero = config.deepspeed.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        return found
+    for name, value in zero.items():
+        place = f"{key}.zero_optimization.{name}"
+        if name.startswith(OTHER_MATHEMATICS):
+            found.append(f"{place} changes what is computed, or where it lies, in ways not known here; leave it out.")
+        elif name.startswith(ONLY_STAGE_3) and config.zero_stage < 3:
+            found.append(f"{place} has a meaning only at parallel.zero_stage=3, not {config.zero_stage}.")
+        elif isinstance(value, dict) and value.get("device") == "nvme":
+            found.append(f"{place}.device=nvme is not supported: use cpu.")
+    return found
+
+
+def _merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(value, theirs[key]) for key, value in mine.items() if isinstance(theirs.get(key), dict)}
+    return mine | theirs | both
+
+
+def _contradictions(mine: dict[str, Any], theirs: dict[str, Any], path: str = "") -> list[tuple[str, Any, Any]]:
+    """Leaves that both set, to different values."""
+    found: list[tuple[str, Any, Any]] = []
+    for key in sorted(mine.keys() & theirs.keys()):
+        if isinstance(mine[key], dict) and isinstance(theirs[key], dict):
+            found += _contradictions(mine[key], theirs[key], f"{path}{key}.")
+        elif mine[key] != theirs[key]:
+            found.append((f"{path}{key}", mine[key], theirs[key]))
+    return found
+
+
+def _instead(section: str) -> str:
+    if section in INSTEAD:
+        return f"That is decided by {INSTEAD[section]}."
+    return f"These sections are: {', '.join(PASSED_ON)}."

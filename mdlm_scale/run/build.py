@@ -1,0 +1,105 @@
+"""The model and the engine of a run, out of its configuration; which engine serves, and what it needs."""
+
+from functools import partial
+
+import torch
+
+from mdlm_scale import kernels
+from mdlm_scale.config import Config, EngineName, ParallelConfig, Precision
+from mdlm_scale.layout import Layout
+from mdlm_scale.model.dit import DiT
+from mdlm_scale.parallel.engine import Engine, InitRange
+from mdlm_scale.parallel.groups import Groups, World
+from mdlm_scale.parallel.plain import PlainEngine
+
+DTYPES = {Precision.bf16: torch.bfloat16, Precision.float32: torch.float32, Precision.float64: torch.float64}
+
+_OF_ONE_ENGINE = {
+    "zero_stage": EngineName.deepspeed,
+    "deepspeed": EngineName.deepspeed,
+    "replicate_size": EngineName.fsdp,
+    "reshard_after_forward": EngineName.fsdp,
+    "cpu_offload": EngineName.fsdp,
+}
+
+
+def layout_of(config: Config, ranks: World) -> Layout:
+    return Layout(ranks.size, ranks.rank, config.parallel.tp_size, config.parallel.replicate_size)
+
+
+def device_of(config: Config, ranks: World) -> torch.device:
+    """Where this rank computes."""
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def build_model(config: Config, vocab_size: int, mask_id: int) -> DiT:
+    """On the meta device: an engine makes the weights, or its part of them."""
+    with torch.device("meta"):
+        model = DiT(config.model, vocab_size, mask_id)
+    model.recompute = config.parallel.recompute
+    if config.parallel.compile:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)  # the forward alone: engines hang their hooks around it
+    return model
+
+
+def build_engine(
+    config: Config,
+    model: DiT,
+    init_range: InitRange,
+    device: torch.device,
+    layout: Layout,
+    groups: Groups,
+) -> Engine:
+    """The process groups must be open, unless the engine is the plain one."""
+    parallel = config.parallel
+    dtype = DTYPES[config.train.precision]
+    make_optimizer = partial(kernels.adamw, config=config.optimizer, device=device, sharded=is_sharded(parallel))
+    parts = (model, init_range, make_optimizer, config.optimizer.max_grad_norm, device, dtype)
+    if parallel.engine is EngineName.plain:
+        return PlainEngine(*parts)
+    if parallel.engine is EngineName.fsdp:
+        from mdlm_scale.parallel.fsdp import FsdpEngine
+
+        return FsdpEngine(*parts, parallel, layout, groups)
+    from mdlm_scale.parallel.deepspeed import Zero0Engine, ZeroEngine  # seconds to import
+
+    return (ZeroEngine if parallel.zero_stage else Zero0Engine)(*parts, parallel, config.batch, layout)
+
+
+def is_sharded(parallel: ParallelConfig) -> bool:
+    """Whether a rank's optimizer sees only a part of the model."""
+    return parallel.engine is EngineName.fsdp or (parallel.engine is EngineName.deepspeed and parallel.zero_stage > 0)
+
+
+def faults(config: Config, layout: Layout) -> list[str]:
+    """What is wrong with the engine's settings; the layout is known to be right."""
+    parallel = config.parallel
+    found = [
+        f"parallel.{name}={getattr(parallel, name)} is a setting of parallel.engine={owner}, not of {parallel.engine}."
+        for name, owner in _OF_ONE_ENGINE.items()
+        if owner is not parallel.engine and getattr(parallel, name) != _default(name)
+    ]
+    if not parallel.timeout_minutes > 0:
+        found.append(f"parallel.timeout_minutes={parallel.timeout_minutes} must be above 0.")
+    if parallel.tp_size > 1 and parallel.engine is not EngineName.plain:
+        found.append(f"parallel.tp_size={parallel.tp_size}: this version does not cut the model; it must be 1.")
+    if parallel.engine is EngineName.deepspeed:
+        try:
+            from mdlm_scale.parallel import deepspeed
+        except ImportError as error:
+            return [
+                *found,
+                f"parallel.engine=deepspeed needs DeepSpeed, which cannot be imported ({error}). Install it: "
+                f"DS_BUILD_OPS=0 pip install deepspeed==0.19.8; or choose parallel.engine=fsdp.",
+            ]
+        found += deepspeed.faults(parallel, config.batch, layout, config.train.precision)
+    return found
+
+
+def _default(name: str) -> object:
+    return getattr(ParallelConfig(), name)

@@ -1,0 +1,168 @@
+"""One small run on any layout, and everything about it that must not depend on the layout.
+
+The model is small but whole: two blocks, time conditioning, dropout, a mask id in the middle of the vocabulary, weights
+without zeros (a fresh model passes no gradient on), rows with padding. Clipping is always active. On its way the run
+refuses a step and evaluates with averaged weights, neither of which may leave a trace.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mdlm_scale.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    EmaConfig,
+    EvaluateConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    TrainConfig,
+)
+from mdlm_scale.data.loader import Loader
+from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type
+from mdlm_scale.data.source import Source, in_memory
+from mdlm_scale.diffusion.corrupt import Batch
+from mdlm_scale.layout import Layout
+from mdlm_scale.model.init import Fill, init_range
+from mdlm_scale.parallel.engine import Engine
+from mdlm_scale.parallel.groups import Groups
+from mdlm_scale.run.build import build_engine, build_model, layout_of
+from mdlm_scale.run.checkpoint import KINDS
+from mdlm_scale.run.ema import Ema
+from mdlm_scale.run.evaluate import evaluate
+from mdlm_scale.run.optimizer import lr_at
+from mdlm_scale.run.step import forward_backward
+
+LENGTH, VOCAB, MASK_ID, NUM_ROWS, GLOBAL_BATCH = 16, 61, 7, 48, 8
+CPU = torch.device("cpu")
+EVALUATED, REFUSED = 1, 2  # steps
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout to try. `precision` is that of weights and masters."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    world_size: int = 1
+    precision: Precision = Precision.float64
+    micro_batch_size: int = 2
+    steps: int = 100
+    padded: bool = True
+    prefetch: int = 2
+    interrupted: bool = True  # by a refused step and an evaluation
+
+
+def config_of(trial: Trial) -> Config:
+    return Config(
+        data=DataConfig(length=LENGTH, prefetch=trial.prefetch),
+        model=ModelConfig(
+            hidden_size=32, num_layers=2, num_heads=4, cond_size=16, dropout=0.1, time_conditioning=True
+        ),
+        batch=BatchConfig(GLOBAL_BATCH, trial.micro_batch_size),
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=10, max_grad_norm=0.05),
+        ema=EmaConfig(decay=0.9),
+        parallel=trial.parallel,
+        train=TrainConfig(num_steps=trial.steps, precision=trial.precision, device="cpu"),
+        evaluate=EvaluateConfig(rows=24),
+    )  # fmt: skip
+
+
+def source(padded: bool) -> Source:
+    rows = np.empty(NUM_ROWS, record_type(LENGTH, np.dtype("<u2")))
+    tokens = (np.arange(NUM_ROWS * LENGTH) * 37) % (VOCAB - 1)
+    rows[TOKENS] = (tokens + (tokens >= MASK_ID)).reshape(NUM_ROWS, LENGTH)
+    rows[NUM_TOKENS] = LENGTH - np.arange(NUM_ROWS) % 5 if padded else LENGTH
+    return Source([in_memory(rows)])
+
+
+def initial(name: str, start: int, numel: int) -> Tensor:
+    """Weights without zeros; norms around one."""
+    values = init_range(0, name, Fill(bound=0.2), start, numel)
+    return values + 1 if "norm" in name else values
+
+
+def run_trial(groups: Groups, trial: Trial) -> dict[str, Any]:
+    """Train, and return what is compared; called on every rank."""
+    config = config_of(trial)
+    layout = layout_of(config, groups.ranks)
+    model = build_model(config, VOCAB, MASK_ID)
+    names = [name for name, _ in model.named_parameters()]
+    engine = build_engine(config, model, initial, CPU, layout, groups)
+    ema = Ema(engine, config.ema.decay)
+    loader = make_loader(config, layout, source(trial.padded), model.num_dropout_sites)
+    result: dict[str, Any] = {"loss": [], "norm": [], "noise": [], "traces": []}
+    updates = 0
+    for step in range(trial.steps):
+        batches = loader.at(step)
+        result["noise"].append(digest(batches))
+        report = forward_backward(engine, batches, groups)
+        if step in (0, trial.steps - 1):
+            result[f"gradients {step}"] = {name: engine.full_gradient(name).clone() for name in names}
+        refuse = trial.interrupted and step == REFUSED
+        before = state(engine, ema)
+        lr = lr_at(config.optimizer, step + 5)  # that of step 0 would be 0
+        update = engine.step(lambda norm, refuse=refuse: math.isfinite(norm) and not refuse, lr)
+        assert update.applied is not refuse
+        if refuse:
+            result["traces"] += changed(before, state(engine, ema))
+        else:
+            updates += 1
+            ema.update(engine, updates)
+        result["loss"].append(report.loss)
+        result["norm"].append(update.grad_norm)
+        if step == 0:
+            result["parameters 0"] = parameters(engine, names)
+        if trial.interrupted and step == EVALUATED:
+            before = state(engine, ema)
+            with ema.swapped(engine):
+                result["ema"] = parameters(engine, names)
+                found = evaluate(engine, loader.source, config.evaluate, config.diffusion, layout, groups,
+                                 trial.micro_batch_size, MASK_ID, VOCAB)  # fmt: skip
+                result["evaluation"] = (found.nelbo, found.nelbo_se)
+            result["traces"] += changed(before, state(engine, ema))
+    loader.close()
+    result["parameters"] = parameters(engine, names)
+    return result
+
+
+def make_loader(config: Config, layout: Layout, rows: Source, dropout_sites: int) -> Loader:
+    return Loader(
+        rows, layout, config.batch, config.diffusion, config.run.seed, mask_id=MASK_ID, vocab_size=VOCAB,
+        dropout_sites=dropout_sites, prefetch=config.data.prefetch,
+    )  # fmt: skip
+
+
+def digest(batches: list[Batch]) -> list[str]:
+    """Of every slot of this rank: its tokens, time, mask and dropout keys."""
+    found = []
+    for batch in batches:
+        assert batch.dropout_keys is not None
+        for i in range(len(batch.t_B)):
+            parts = (batch.x_BL[i], batch.z_BL[i], batch.t_B[i], batch.is_token_BL[i], batch.dropout_keys[:, i])
+            found.append(hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest())
+    return found
+
+
+def state(engine: Engine, ema: Ema) -> dict[str, Tensor]:
+    """A copy of all that a refused step must leave as it was."""
+    found = {}
+    for name, shard in engine.shards().items():
+        parts = (shard.master, shard.exp_avg, shard.exp_avg_sq, ema.flats[name])
+        found |= {f"{kind}/{name}": part.clone() for kind, part in zip(KINDS, parts, strict=True)}
+    return found
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in before.items() if not torch.equal(value, after[name])]
+
+
+def parameters(engine: Engine, names: list[str]) -> dict[str, Tensor]:
+    return {name: engine.full_parameter(name).clone() for name in names}
