@@ -69,7 +69,9 @@ class Zero0Engine(PlainEngine):
         super().__init__(model, init_range, make_optimizer, max_norm, device, dtype)
         _start_deepspeed()
         # DeepSpeed is not told of half precision: it would keep masters of its own, and add up in half precision
-        written = zero_json.settings(config, batch, layout, Precision.float32, max_norm=0.0)
+        written = zero_json.settings(
+            config, batch, layout, Precision.float32, max_norm=0.0, num_parameters=_num_parameters(model)
+        )
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.masters.optimizer, config=written)
         _check_names(self.engine)
         self.model = self.engine
@@ -107,10 +109,12 @@ class ZeroEngine:
         # stage 3 only averages; at the other stages gradients are summed by a setting
         self.loss_scale = layout.dp_size if self.stage == 3 else 1
         precision = Precision.bf16 if dtype in HALF else Precision.float32
-        written = zero_json.settings(config, batch, layout, precision, max_norm)
+        written = zero_json.settings(config, batch, layout, precision, max_norm, _num_parameters(model))
         model.to(dtype)
         if self.stage == 3:
             _partition(model, written, device)
+            blocks: Any = model.blocks
+            deepspeed.utils.set_z3_leaf_modules(model, [type(blocks[0])])  # a block is gathered at once, as by FSDP
         else:
             model.to_empty(device=device)
         self.weights: dict[str, Any] = dict(model.named_parameters())  # with DeepSpeed's attributes
@@ -283,7 +287,9 @@ def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision
 
 def _start_deepspeed() -> None:
     """Let DeepSpeed use the process groups that exist, quietly."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(_is_no_overflow)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of the names it calls
     if not torch.cuda.is_available():
         # a collective through shared memory would be compiled at the first use, and is not ours to test
@@ -292,12 +298,21 @@ def _start_deepspeed() -> None:
     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
 
 
+def _is_no_overflow(record: logging.LogRecord) -> bool:
+    """It calls every refused step an overflow; the loop tells the reason."""
+    return "OVERFLOW" not in record.getMessage()
+
+
 def _partition(model: nn.Module, written: dict[str, Any], device: torch.device) -> None:
     """Make the weights one module at a time, each cut to this rank's part before the next is made."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.to_empty(device=device, recurse=False)
             deepspeed.zero.Init(module=module, config_dict_or_path=written)
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def _base(optimizer: Any) -> torch.optim.Optimizer:

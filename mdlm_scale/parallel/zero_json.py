@@ -16,8 +16,6 @@ PASSED_ON = (
 ONLY_STAGE_3 = ("stage3_", "offload_param", "sub_group_size", "param_persistence_threshold", "max_live_parameters")
 OTHER_MATHEMATICS = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
 
-DEFAULTS = {"steps_per_print": 2**31}  # it prints what metrics.jsonl has
-
 # what decides instead of a section of DeepSpeed's
 INSTEAD = {
     "optimizer": "the section optimizer", "scheduler": "optimizer.schedule", "fp16": "train.precision",
@@ -31,10 +29,16 @@ INSTEAD = {
 
 
 def settings(
-    config: ParallelConfig, batch: BatchConfig, layout: Layout, precision: Precision, max_norm: float
+    config: ParallelConfig,
+    batch: BatchConfig,
+    layout: Layout,
+    precision: Precision,
+    max_norm: float,
+    num_parameters: int,
 ) -> dict[str, Any]:
     """DeepSpeed's JSON: ours, with what the user adds to it."""
-    return _merged(DEFAULTS | ours(config, batch, layout, precision, max_norm), config.deepspeed)
+    told = ours(config, batch, layout, precision, max_norm)
+    return _merged(_merged(_defaults(config, layout, num_parameters), told), config.deepspeed)
 
 
 def ours(
@@ -89,6 +93,15 @@ def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision
         elif isinstance(value, dict) and value.get("device") == "nvme":
             found.append(f"{place}.device=nvme is not supported: use cpu.")
     return found
+
+
+def _defaults(config: ParallelConfig, layout: Layout, num_parameters: int) -> dict[str, Any]:
+    """Where DeepSpeed's own defaults do not fit: buffers of a fixed size, larger than many a model."""
+    piece = max(1, num_parameters // 20)  # a twentieth of the model is moved at a time
+    zero = {"reduce_bucket_size": min(piece, 500_000_000)}
+    if config.zero_stage == 3:
+        zero["sub_group_size"] = max(1, piece // layout.dp_size)  # of this rank's part
+    return {"steps_per_print": 2**31, "zero_optimization": zero}  # metrics.jsonl has what it would print
 
 
 def _merged(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:

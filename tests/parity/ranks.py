@@ -18,7 +18,7 @@ import torch
 from mdlm_scale.parallel.groups import Groups, World
 
 TIMEOUT_SECONDS = 240.0
-PRELOAD = ["deepspeed", "mdlm_scale.parallel.deepspeed", "mdlm_scale.parallel.fsdp", "mdlm_scale.run.main"]
+PRELOAD = ["mdlm_scale.parallel.deepspeed", "mdlm_scale.parallel.fsdp", "mdlm_scale.run.main"]
 
 Work = Callable[..., Any]
 

@@ -7,6 +7,8 @@ refuses a step and evaluates with averaged weights, neither of which may leave a
 
 import hashlib
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ from mdlm_scale.config import (
     Config,
     DataConfig,
     EmaConfig,
+    EngineName,
     EvaluateConfig,
     ModelConfig,
     OptimizerConfig,
@@ -31,6 +34,7 @@ from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type
 from mdlm_scale.data.source import Source, in_memory
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.layout import Layout
+from mdlm_scale.model.dit import DiT
 from mdlm_scale.model.init import Fill, init_range
 from mdlm_scale.parallel.engine import Engine
 from mdlm_scale.parallel.groups import Groups
@@ -45,6 +49,8 @@ LENGTH, VOCAB, MASK_ID, NUM_ROWS, GLOBAL_BATCH = 16, 61, 7, 48, 8
 CPU = torch.device("cpu")
 EVALUATED, REFUSED = 1, 2  # steps
 
+Bug = Callable[[Groups], None]
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -57,7 +63,9 @@ class Trial:
     steps: int = 100
     padded: bool = True
     prefetch: int = 2
-    interrupted: bool = True  # by a refused step and an evaluation
+    evaluated: bool = True  # with averaged weights, after step 1
+    refused: bool = True  # step 2
+    poison: str | None = None  # what is not finite in step 2 on the last rank, the reason to refuse it: loss or norm
 
 
 def config_of(trial: Trial) -> Config:
@@ -89,29 +97,41 @@ def initial(name: str, start: int, numel: int) -> Tensor:
     return values + 1 if "norm" in name else values
 
 
-def run_trial(groups: Groups, trial: Trial) -> dict[str, Any]:
-    """Train, and return what is compared; called on every rank."""
+def run_trial(groups: Groups, trial: Trial, bug: Bug | None = None) -> dict[str, Any]:
+    """Train, and return what is compared; called on every rank. `bug` breaks something first, on purpose."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if trial.parallel.engine is EngineName.deepspeed and trial.precision is Precision.float64:
+        from parity.float64 import widen_deepspeed  # seconds to import, where it is not yet
+
+        widen_deepspeed()
+    if bug is not None:
+        bug(groups)
     config = config_of(trial)
     layout = layout_of(config, groups.ranks)
     model = build_model(config, VOCAB, MASK_ID)
     names = [name for name, _ in model.named_parameters()]
+    now = {"step": 0}
+    if trial.poison and groups.ranks.rank == trial.world_size - 1:
+        poison(model, trial.poison, now)
     engine = build_engine(config, model, initial, CPU, layout, groups)
     ema = Ema(engine, config.ema.decay)
     loader = make_loader(config, layout, source(trial.padded), model.num_dropout_sites)
     result: dict[str, Any] = {"loss": [], "norm": [], "noise": [], "traces": []}
     updates = 0
-    for step in range(trial.steps):
+    for now["step"] in range(trial.steps):
+        step = now["step"]
         batches = loader.at(step)
         result["noise"].append(digest(batches))
         report = forward_backward(engine, batches, groups)
-        if step in (0, trial.steps - 1):
-            result[f"gradients {step}"] = {name: engine.full_gradient(name).clone() for name in names}
-        refuse = trial.interrupted and step == REFUSED
+        if step == 0:
+            result["gradients"] = {name: engine.full_gradient(name).clone() for name in names}
+        refuse = trial.refused and trial.poison is None and step == REFUSED
+        refuse |= not math.isfinite(report.loss)
         before = state(engine, ema)
         lr = lr_at(config.optimizer, step + 5)  # that of step 0 would be 0
         update = engine.step(lambda norm, refuse=refuse: math.isfinite(norm) and not refuse, lr)
-        assert update.applied is not refuse
-        if refuse:
+        assert update.applied is not (trial.refused and step == REFUSED), update
+        if not update.applied:
             result["traces"] += changed(before, state(engine, ema))
         else:
             updates += 1
@@ -120,17 +140,31 @@ def run_trial(groups: Groups, trial: Trial) -> dict[str, Any]:
         result["norm"].append(update.grad_norm)
         if step == 0:
             result["parameters 0"] = parameters(engine, names)
-        if trial.interrupted and step == EVALUATED:
+        if trial.evaluated and step == EVALUATED:
             before = state(engine, ema)
             with ema.swapped(engine):
                 result["ema"] = parameters(engine, names)
                 found = evaluate(engine, loader.source, config.evaluate, config.diffusion, layout, groups,
                                  trial.micro_batch_size, MASK_ID, VOCAB)  # fmt: skip
-                result["evaluation"] = (found.nelbo, found.nelbo_se)
+                result["evaluation"] = found.nelbo
             result["traces"] += changed(before, state(engine, ema))
     loader.close()
     result["parameters"] = parameters(engine, names)
     return result
+
+
+def poison(model: DiT, what: str, now: dict[str, int]) -> None:
+    """In the step to be refused a block's output is not a number, or only the gradient that comes back to it."""
+
+    def spoil(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        if now["step"] != REFUSED or not output.requires_grad:
+            return output
+        if what == "loss":
+            return output * math.nan
+        output.register_hook(lambda gradient: gradient * math.inf)
+        return output
+
+    model.blocks[0].register_forward_hook(spoil)
 
 
 def make_loader(config: Config, layout: Layout, rows: Source, dropout_sites: int) -> Loader:
@@ -152,8 +186,8 @@ def digest(batches: list[Batch]) -> list[str]:
 
 
 def state(engine: Engine, ema: Ema) -> dict[str, Tensor]:
-    """A copy of all that a refused step must leave as it was."""
-    found = {}
+    """A copy of all that a refused step must leave as it was, as this rank sees it."""
+    found: dict[str, Tensor] = {}
     for name, shard in engine.shards().items():
         parts = (shard.master, shard.exp_avg, shard.exp_avg_sq, ema.flats[name])
         found |= {f"{kind}/{name}": part.clone() for kind, part in zip(KINDS, parts, strict=True)}

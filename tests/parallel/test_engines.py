@@ -1,0 +1,70 @@
+"""What each engine holds: initial weights made straight into shards, nothing whole on the way, half precision."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from parity.cells import CUT, float32, fsdp, plain, run, zero
+from parity.ranks import run_ranks
+from parity.storages import StoragePeak
+from parity.trial import CPU, MASK_ID, VOCAB, Trial, config_of, initial
+
+from mdlm_scale.config import Precision
+from mdlm_scale.model.sizes import sizes
+from mdlm_scale.parallel.groups import Groups
+from mdlm_scale.run.build import build_engine, build_model, layout_of
+
+ENGINES = {"plain": plain(2), "FSDP2": fsdp(2), **{f"ZeRO {stage}": zero(stage, 2) for stage in range(4)}}
+
+
+def build(groups: Groups, trial: Trial) -> dict[str, Any]:
+    """A model of some layers; what was held while it was built, and what its weights are."""
+    config = config_of(trial)
+    config = replace(config, model=replace(config.model, hidden_size=128, num_layers=8))
+    layout = layout_of(config, groups.ranks)
+    model = build_model(config, VOCAB, MASK_ID)
+    names = [name for name, _ in model.named_parameters()]
+    with StoragePeak() as bytes_:
+        engine = build_engine(config, model, initial, CPU, layout, groups)
+    size = sizes(config.model, VOCAB, config.data.length)
+    state = size.state_bytes(trial.parallel, layout.shard_size, weight_bytes=4)
+    return {
+        "whole": 4 * size.num_parameters,
+        "state": sum(state.values()) - state["ema"],
+        "peak": bytes_.peak,
+        "weights": {name: engine.full_parameter(name).clone() for name in names},
+        "elements": sum(shard.master.numel() for shard in engine.shards().values()),
+    }
+
+
+@pytest.mark.parametrize("trial", [fsdp(4), zero(3, 4, CUT)], ids=["FSDP2", "ZeRO 3"])
+def test_no_rank_ever_holds_the_whole_model(trial: Trial) -> None:
+    """At the worst moment of building there is the state that stays, and beside it a fraction of the model: DeepSpeed
+    has two buffers of a twentieth each, rounded up to whole parameters."""
+    ranks = run_ranks(build, 4, float32(trial))
+    for rank in ranks:
+        assert rank["peak"] < rank["state"] + 0.2 * rank["whole"]
+    # together the ranks hold every element once
+    assert sum(rank["elements"] for rank in ranks) == ranks[0]["whole"] // 4
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "plain"])
+def test_initial_weights_are_those_of_one_process(name: str) -> None:
+    expected = run_ranks(build, 1, float32(plain()))[0]["weights"]
+    for rank in run_ranks(build, 2, float32(ENGINES[name])):
+        assert all(torch.equal(rank["weights"][key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_half_precision_trains_and_refuses(name: str) -> None:
+    """Products in bf16 have three digits; masters, sums and moments are float32. No trace of the refused step."""
+    trial = replace(ENGINES[name], steps=4)
+    expected = run(replace(float32(plain(2)), steps=4))[0]
+    half = float32(trial) if name != "plain" else trial
+    for rank in run(replace(half, precision=Precision.bf16)):
+        assert rank["traces"] == []
+        assert all(math.isfinite(norm) for norm in rank["norm"])
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+        assert rank["norm"] == pytest.approx(expected["norm"], rel=3e-2)

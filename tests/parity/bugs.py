@@ -1,0 +1,158 @@
+"""Mistakes that data-parallel trainers make, made here on purpose: a suite that does not see them proves nothing.
+
+Each bug patches the package in the ranks' processes alone, before they build anything.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from parity import trial as trial_module
+from parity.cells import CUT, compare, fsdp, reference, run, zero
+from parity.trial import Bug, Trial
+
+from mdlm_scale.layout import Layout
+from mdlm_scale.parallel.groups import Groups
+
+
+def _mean_in_fsdp(groups: Groups) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
+
+
+def _mean_in_zero(groups: Groups) -> None:
+    from mdlm_scale.parallel import zero_json
+
+    ours = zero_json.ours
+    zero_json.ours = lambda *args: {k: v for k, v in ours(*args).items() if k != "gradient_allreduce_op"}
+
+
+def _mean_in_zero_3(groups: Groups) -> None:
+    from mdlm_scale.parallel import deepspeed
+
+    forward_backward = deepspeed.ZeroEngine.forward_backward
+
+    def unscaled(self: Any, batches: Any, denominator: float) -> Any:
+        return forward_backward(self, batches, denominator * groups.ranks.size)
+
+    deepspeed.ZeroEngine.forward_backward = unscaled  # type: ignore[method-assign]
+
+
+def _per_rank_mean(groups: Groups) -> None:
+    """Each rank divides by its own number of tokens, and the means are averaged."""
+    right = trial_module.forward_backward
+
+    def wrong(engine: Any, batches: Any, groups: Groups) -> Any:
+        def add(values: list[float]) -> list[float]:
+            is_count = len(values) == 1
+            return [groups.ranks.size * value for value in values] if is_count else groups.sum(values)
+
+        return right(engine, batches, SimpleNamespace(sum=add))  # type: ignore[arg-type]
+
+    trial_module.forward_backward = wrong
+
+
+def _masks_by_rank(groups: Groups) -> None:
+    _shift_seed("is_masked", groups.ranks.rank)
+
+
+def _dropout_by_rank(groups: Groups) -> None:
+    _shift_seed("dropout_keys", groups.ranks.rank)
+
+
+def _shift_seed(name: str, rank: int) -> None:
+    from mdlm_scale.diffusion import noise
+
+    right = getattr(noise, name)
+    setattr(noise, name, lambda seed, *args: right(seed + rank, *args))
+
+
+def _times_by_rank(groups: Groups) -> None:
+    """Every rank spreads the times of its own slots, the same on all."""
+    from mdlm_scale.diffusion import noise
+
+    right, size = noise.times, groups.ranks.size
+    noise.times = lambda config, seed, step, num: right(config, seed, step, num // size).repeat(size)
+
+
+def _ema_skipped(groups: Groups) -> None:
+    if groups.ranks.rank == 1:
+        trial_module.Ema.update = lambda self, engine, updates: None  # type: ignore[method-assign]
+
+
+def _clip_before_reduce(groups: Groups) -> None:
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    right = DeepSpeedEngine.buffered_allreduce_fallback
+
+    def clipped(self: Any, grads: Any) -> None:
+        norm = float(torch.stack([g.norm() for g in grads]).norm())
+        for gradient in grads:
+            gradient.mul_(min(1.0, 0.05 / norm))
+        right(self, grads=grads)
+
+    DeepSpeedEngine.buffered_allreduce_fallback = clipped
+
+
+def _slots_off_by_one(groups: Groups) -> None:
+    right = Layout.slots
+
+    def shifted(self: Layout, num_slots: int) -> range:
+        next_rank = min(self.rank + 1, self.world_size - 1)
+        return right(replace(self, rank=next_rank), num_slots)
+
+    Layout.slots = shifted  # type: ignore[method-assign]
+
+
+def _norm_of_one_shard(groups: Groups) -> None:
+    from mdlm_scale.parallel import masters
+
+    make = masters.Masters.__init__
+
+    def alone(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs | {"sum_shards": lambda squares: squares})
+
+    masters.Masters.__init__ = alone  # type: ignore[method-assign]
+
+
+def _stale_in_fsdp(groups: Groups) -> None:
+    from mdlm_scale.parallel import fsdp as fsdp_module
+
+    fsdp_module.FsdpEngine._sharded = lambda self: []  # type: ignore[method-assign]
+
+
+def _stale_in_zero_3(groups: Groups) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    DeepSpeedEngine.empty_partition_cache = lambda self: None
+
+
+BUGS: dict[str, tuple[Bug, Trial]] = {
+    "gradient divided by dp (FSDP2)": (_mean_in_fsdp, fsdp(2)),
+    "gradient divided by dp (ZeRO 1)": (_mean_in_zero, zero(1, 2)),
+    "gradient divided by dp (ZeRO 3)": (_mean_in_zero_3, zero(3, 2, CUT)),
+    "per-rank masked mean": (_per_rank_mean, fsdp(2)),
+    "masks seeded by rank": (_masks_by_rank, fsdp(2)),
+    "dropout seeded by rank": (_dropout_by_rank, fsdp(2)),
+    "times stratified per rank": (_times_by_rank, fsdp(2)),
+    "EMA skipped on one rank": (_ema_skipped, fsdp(2)),
+    "clip before reduce": (_clip_before_reduce, zero(0, 2)),
+    "loader off by one rank": (_slots_off_by_one, fsdp(2)),
+    "norm of one rank's shard": (_norm_of_one_shard, fsdp(2)),
+    "stale weights after an evaluation (FSDP2)": (_stale_in_fsdp, fsdp(2, reshard_after_forward=False)),
+    "stale weights after an evaluation (ZeRO 3)": (_stale_in_zero_3, zero(3, 2)),
+}
+
+
+def is_caught(name: str) -> bool:
+    """Whether a short run with the bug is out of tolerance, where the same run without it is not."""
+    bug, trial = BUGS[name]
+    trial = replace(trial, steps=5)
+    assert not faults(trial), f"{name}: the run without the bug is out of tolerance too"
+    return bool(faults(trial, bug))
+
+
+def faults(trial: Trial, bug: Bug | None = None) -> list[str]:
+    return compare(run(trial, bug), reference(trial)).faults(trial.precision)

@@ -1,0 +1,187 @@
+"""The matrix: every way to run a step, and how far from one process each may be.
+
+Tolerances. float64: sums in another order differ in the last digits, which 1e-12 of a tensor's largest element leaves
+room for, and one Adam update divides by the root of a square, hence 1e-11 for parameters. float32: 1e-5 for gradients,
+1e-6 for loss and norm after one step; over a hundred steps rounding grows by itself, so layouts are held to a multiple
+of what one process with another order of summation shows.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from mdlm_scale.config import EngineName, ParallelConfig, Precision, Recompute
+from parity.ranks import run_ranks
+from parity.trial import GLOBAL_BATCH, Bug, Trial, run_trial
+
+GROWTH = 10.0  # how many times the rounding of one process a layout may show in float32
+
+
+@dataclass(frozen=True)
+class Cell:
+    name: str
+    trial: Trial
+    slow: bool = False
+
+
+def fsdp(world_size: int, micro_batch_size: int = 2, **options: Any) -> Trial:
+    return Trial(ParallelConfig(engine=EngineName.fsdp, **options), world_size, micro_batch_size=micro_batch_size)
+
+
+def zero(stage: int, world_size: int, zero_options: dict[str, Any] | None = None, **options: Any) -> Trial:
+    """In float64 sums go by all-reduce: DeepSpeed asserts that a reduce-scatter has a narrower dtype."""
+    parallel = ParallelConfig(
+        engine=EngineName.deepspeed,
+        zero_stage=stage,
+        deepspeed={"zero_optimization": {"reduce_scatter": False} | (zero_options or {})},
+        **options,
+    )
+    return Trial(parallel, world_size)
+
+
+def plain(micro_batch_size: int = GLOBAL_BATCH, **options: Any) -> Trial:
+    return Trial(ParallelConfig(**options), micro_batch_size=micro_batch_size)
+
+
+def float32(trial: Trial) -> Trial:
+    """DeepSpeed as it is, reduce-scatter included."""
+    parallel = trial.parallel
+    if parallel.engine is EngineName.deepspeed:
+        options = dict(parallel.deepspeed["zero_optimization"])
+        options.pop("reduce_scatter")
+        parallel = replace(parallel, deepspeed={"zero_optimization": options})
+    return replace(trial, parallel=parallel, precision=Precision.float32)
+
+
+# parameters below a threshold are never cut at stage 3, and here all of them are below it: the usual case needs 0
+CUT = {"stage3_param_persistence_threshold": 0}
+FULL, SELECTIVE = {"recompute": Recompute.full}, {"recompute": Recompute.selective}
+
+CELLS = [
+    Cell("accumulation, 8 micro-batches", plain(1)),
+    Cell("accumulation, full rows", replace(plain(2), padded=False)),
+    Cell("recompute full", plain(**FULL)),
+    Cell("recompute selective", plain(**SELECTIVE)),
+    Cell("FSDP2 dp 2", fsdp(2)),
+    Cell("FSDP2 dp 2, full rows", replace(fsdp(2), padded=False)),
+    Cell("FSDP2 dp 4", fsdp(4, 1), slow=True),
+    Cell("FSDP2 dp 2, weights stay gathered", fsdp(2, reshard_after_forward=False)),
+    Cell("FSDP2 dp 2, offload", fsdp(2, cpu_offload=True)),
+    Cell("FSDP2 dp 2, recompute full", fsdp(2, **FULL)),
+    Cell("FSDP2 dp 2, recompute selective", fsdp(2, **SELECTIVE)),
+    Cell("HSDP 2 x 2", fsdp(4, replicate_size=2)),
+    Cell("ZeRO 0 dp 2", zero(0, 2)),
+    Cell("ZeRO 1 dp 2", zero(1, 2)),
+    Cell("ZeRO 2 dp 2", zero(2, 2)),
+    Cell("ZeRO 3 dp 2", zero(3, 2, CUT)),
+    Cell("ZeRO 3 dp 2, small weights stay whole", zero(3, 2), slow=True),
+    Cell("ZeRO 3 dp 2, many sub-groups", zero(3, 2, CUT | {"sub_group_size": 3000}), slow=True),
+    Cell("ZeRO 1 dp 2, recompute full", zero(1, 2, **FULL), slow=True),
+    Cell("ZeRO 3 dp 2, recompute full", zero(3, 2, CUT, **FULL), slow=True),
+    Cell("ZeRO 3 dp 2, recompute selective", zero(3, 2, CUT, **SELECTIVE), slow=True),
+    *(Cell(f"ZeRO {stage} dp 4", zero(stage, 4, CUT if stage == 3 else None), slow=True) for stage in range(4)),
+    Cell("compiled blocks", replace(plain(compile=True), steps=5), slow=True),
+    Cell("FSDP2 dp 2, compiled blocks", replace(fsdp(2, compile=True), steps=5), slow=True),
+    Cell("ZeRO 1 dp 2, compiled blocks", replace(zero(1, 2, compile=True), steps=5), slow=True),
+    Cell("ZeRO 3 dp 2, compiled blocks", replace(zero(3, 2, CUT, compile=True), steps=5), slow=True),
+    Cell("FSDP2 dp 2", float32(fsdp(2)), slow=True),
+    *(
+        Cell(f"ZeRO {stage} dp {dp}", float32(zero(stage, dp, CUT if stage == 3 else None)), slow=True)
+        for stage in range(4)
+        for dp in (2, 4)
+    ),
+    Cell("ZeRO 1 dp 2, offload", float32(zero(1, 2, {"offload_optimizer": {"device": "cpu"}})), slow=True),
+    Cell("ZeRO 2 dp 2, offload", float32(zero(2, 2, {"offload_optimizer": {"device": "cpu"}})), slow=True),
+    Cell("ZeRO 3 dp 2, offload", float32(zero(3, 2, CUT | {"offload_optimizer": {"device": "cpu"}})), slow=True),
+]
+
+
+@dataclass
+class Differences:
+    """Of a run from one process, relative; a tensor's by its largest element, the worst tensor counts."""
+
+    loss: float  # of the first step
+    norm: float
+    grad: float
+    param: float  # after the first step
+    ema: float
+    losses: float  # over all steps
+    params: float  # at the end
+    evaluation: float
+    is_noise_equal: bool
+    traces: list[str] = field(default_factory=list)  # what a refused step or an evaluation changed
+
+    def faults(self, precision: Precision, growth: "Differences | None" = None) -> list[str]:
+        """What is out of tolerance."""
+        limits = {"loss": 1e-12, "norm": 1e-12, "grad": 1e-12, "param": 1e-11, "ema": 1e-11, "losses": 1e-12,
+                  "params": 1e-11, "evaluation": 1e-12}  # fmt: skip
+        if precision is Precision.float32:
+            assert growth is not None, "float32 is held to what one process shows"
+            limits = {"loss": 1e-6, "norm": 1e-6, "grad": 1e-5}
+            limits |= {key: GROWTH * getattr(growth, key) for key in ("param", "ema", "losses", "params")}
+        figures = {key: getattr(self, key) for key in limits}
+        found = [
+            f"{key} {figure:.1e} > {limits[key]:.0e}" for key, figure in figures.items() if not figure <= limits[key]
+        ]
+        if not self.is_noise_equal:
+            found.append("noise differs")
+        return found + [f"{trace} changed" for trace in self.traces]
+
+
+_references: list[tuple[Trial, dict[str, Any]]] = []
+_growths: list[tuple[Trial, Differences]] = []
+
+
+def run(trial: Trial, bug: Bug | None = None) -> list[dict[str, Any]]:
+    return run_ranks(run_trial, trial.world_size, trial, bug)
+
+
+def reference(trial: Trial) -> dict[str, Any]:
+    """One process, the whole batch at once, in the same precision; kept for the cells to come."""
+    alone = replace(plain(), precision=trial.precision, steps=trial.steps, padded=trial.padded)
+    for known, result in _references:
+        if known == alone:
+            return result
+    (result,) = run(alone)
+    _references.append((alone, result))
+    return result
+
+
+def growth_for(trial: Trial) -> Differences | None:
+    """What rounding alone does in float32: one process that adds up in another order. None in float64."""
+    if trial.precision is Precision.float64:
+        return None
+    alone = replace(plain(1), precision=Precision.float32, steps=trial.steps)
+    for known, found in _growths:
+        if known == alone:
+            return found
+    _growths.append((alone, compare(run(alone), reference(alone))))
+    return _growths[-1][1]
+
+
+def compare(ranks: list[dict[str, Any]], one: dict[str, Any]) -> Differences:
+    """The ranks of a run against one process."""
+    own = ranks[0]
+    noise = [[slot for rank in ranks for slot in rank["noise"][step]] for step in range(len(one["noise"]))]
+    return Differences(
+        loss=_number(own["loss"][0], one["loss"][0]),
+        norm=_number(own["norm"][0], one["norm"][0]),
+        grad=_worst(own["gradients"], one["gradients"]),
+        param=_worst(own["parameters 0"], one["parameters 0"]),
+        ema=_worst(own["ema"], one["ema"]),
+        losses=max(map(_number, own["loss"], one["loss"])),
+        params=_worst(own["parameters"], one["parameters"]),
+        evaluation=_number(own["evaluation"], one["evaluation"]),
+        is_noise_equal=noise == one["noise"],
+        traces=[f"rank {i}: {trace}" for i, rank in enumerate(ranks) for trace in rank["traces"]],
+    )
+
+
+def _number(own: float, one: float) -> float:
+    return abs(own - one) / abs(one)
+
+
+def _worst(own: dict[str, Tensor], one: dict[str, Tensor]) -> float:
+    assert own.keys() == one.keys()
+    return max(float((own[name] - one[name]).abs().max() / one[name].abs().max()) for name in one)

@@ -1,0 +1,78 @@
+"""The parity ladder: the same step, the same run, whatever the layout; and that this suite would notice otherwise."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mdlm_scale.config import Recompute
+from parity.bugs import BUGS, is_caught
+from parity.cells import CELLS, CUT, Cell, compare, fsdp, growth_for, plain, reference, run, zero
+from parity.trial import REFUSED, Trial
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, id=f"{c.name} {c.trial.precision}", marks=[pytest.mark.slow] * c.slow) for c in CELLS],
+)
+def test_layout_computes_what_one_process_does(cell: Cell) -> None:
+    """P1 and P2: one step with every gradient, then the whole run; noise bit-equal; refusals leave no trace."""
+    found = compare(run(cell.trial), reference(cell.trial))
+    assert found.faults(cell.trial.precision, growth_for(cell.trial)) == []
+
+
+def recomputing(trial: Trial, how: Recompute) -> Trial:
+    return replace(trial, parallel=replace(trial.parallel, recompute=how))
+
+
+SWITCHES = {
+    "recompute full": lambda trial: replace(trial, parallel=replace(trial.parallel, recompute=Recompute.full)),
+    "recompute selective": lambda trial: replace(
+        trial, parallel=replace(trial.parallel, recompute=Recompute.selective)
+    ),
+    "evaluation in between": lambda trial: replace(trial, evaluated=True),
+    "prefetch": lambda trial: replace(trial, prefetch=0),
+}
+LAYOUTS = {
+    "plain": plain(2),
+    "FSDP2": fsdp(2),
+    "ZeRO 0": zero(0, 2),
+    "ZeRO 1": zero(1, 2),
+    "ZeRO 2": zero(2, 2),
+    "ZeRO 3": zero(3, 2, CUT),
+}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(k, marks=[pytest.mark.slow] * (k[:4] == "ZeRO")) for k in LAYOUTS])
+def test_switches_do_not_change_a_bit(layout: str) -> None:
+    """P3."""
+    base = replace(LAYOUTS[layout], steps=6, evaluated=False)
+    expected = run(base)[0]
+    for name, switch in SWITCHES.items():
+        found = run(switch(base))[0]
+        assert (found["loss"], found["norm"]) == (expected["loss"], expected["norm"]), name
+        for key, value in expected["parameters"].items():
+            assert torch.equal(found["parameters"][key], value), f"{name}: {key}"
+
+
+@pytest.mark.parametrize("poison", ["loss", "norm"])
+@pytest.mark.parametrize("layout", ["plain", "FSDP2", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"])
+def test_step_that_is_not_finite_on_one_rank_leaves_no_trace(layout: str, poison: str) -> None:
+    """Weights, moments, counters and averages of all ranks are as if the judge had refused a good step."""
+    base = replace(LAYOUTS[layout], steps=5)
+    expected, found = run(base), run(replace(base, poison=poison))
+    for rank, (own, other) in enumerate(zip(found, expected, strict=True)):
+        assert own["traces"] == [], rank
+        assert not math.isfinite(own["norm"][REFUSED]), rank
+        assert (own["loss"][REFUSED + 1 :], own["norm"][REFUSED + 1 :]) == (
+            other["loss"][REFUSED + 1 :],
+            other["norm"][REFUSED + 1 :],
+        )
+        assert all(torch.equal(own["parameters"][name], value) for name, value in other["parameters"].items())
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * ("ZeRO" in n)) for n in BUGS])
+def test_seeded_bug_is_caught(name: str) -> None:
+    """P5."""
+    assert is_caught(name)
