@@ -60,6 +60,7 @@ class Recompute(StrEnum):
 
 
 class EngineName(StrEnum):
+    auto = "auto"
     plain = "plain"
     deepspeed = "deepspeed"
     fsdp = "fsdp"
@@ -145,7 +146,8 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    engine: EngineName = EngineName.plain  # who holds weights, gradients and optimizer; `plain` is one process
+    # who holds weights, gradients and optimizer: `plain` in one process, `deepspeed` or `fsdp` in any number of them
+    engine: EngineName = EngineName.auto  # `auto` is plain in one process, deepspeed in several
     tp_size: int = 1  # ranks that share each weight matrix
     zero_stage: int = 1  # deepspeed: 0 shards nothing, 1 the optimizer, 2 also the gradients, 3 also the weights
     deepspeed: dict[str, Any] = field(default_factory=dict)  # deepspeed: more of its JSON, e.g. offload, buckets

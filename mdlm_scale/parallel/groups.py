@@ -5,6 +5,7 @@ Numbers travel through the host (gloo), also on GPUs, so that the device does no
 is written to the store that the ranks met at, where a thread of every other rank finds it: all end with its message.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,11 +26,13 @@ from mdlm_scale.errors import EXIT_FAILURE, ConfigError, PeerError, TrainingErro
 
 START_SECONDS = 300.0  # for all ranks to come
 WATCH_SECONDS = 1.0  # between looks at the store
-GRACE_SECONDS = 5.0  # for a rank to end by itself after another's failure, and for the others to read of it
+OWN_END_SECONDS = 2.0  # for the main thread to end by itself after another rank's failure
+GRACE_SECONDS = 5.0  # for a failed rank's word to come, and for rank 0, who holds the store, to outlive the others
 
 _LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 _FOREIGN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")  # MPI's launchers say the rank in ways of their own
 _FAILURE = "failure"
+_LINE_END = "\n"
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,12 @@ class Groups:
         """Meet the other ranks; a TrainingError names those that did not come within `seconds`."""
         self.ranks = ranks
         self.store: dist.Store | None = None
+        self.failure: Failure | None = None  # another rank's, once this one knows
         self.ended = threading.Event()
         self.watch: threading.Thread | None = None
         if ranks.size > 1:
-            self.store = _meet(ranks, seconds)
-            self.watch = threading.Thread(target=self._watch, name="watch", daemon=True)
+            self.store, watched = _meet(ranks, seconds)
+            self.watch = threading.Thread(target=self._watch, args=(watched,), name="watch", daemon=True)
             self.watch.start()
 
     def open(self, device: torch.device, timeout_minutes: float) -> None:
@@ -147,68 +151,89 @@ class Groups:
             self._fail(error)
         if self.watch is not None:
             self.watch.join(GRACE_SECONDS)
-        if dist.is_initialized():
-            if error is None:
-                dist.barrier()  # rank 0 holds the store: it goes last
+        if error is None and dist.is_initialized():
+            dist.barrier()  # rank 0 holds the store: it must not go first
             dist.destroy_process_group()
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others, unless one of them failed before: then this error is only its consequence."""
         assert self.store is not None
         is_user_error = isinstance(error, UserError)
-        message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
-        own = {"rank": self.ranks.rank, "code": getattr(error, "exit_code", EXIT_FAILURE), "message": message}
+        message = str(error) if is_user_error else f"{type(error).__name__}: {str(error).partition(_LINE_END)[0]}"
+        own = Failure(self.ranks.rank, getattr(error, "exit_code", EXIT_FAILURE), message)
         try:
             if isinstance(error, RuntimeError):  # perhaps of a collective, because a peer is gone: its word is coming
-                _wait_until(lambda: self.store.check([_FAILURE]), GRACE_SECONDS)
-            first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(own)))
-            self.store.add("read", 1)
+                _wait_until(lambda: self.failure is not None or self.store.check([_FAILURE]), GRACE_SECONDS)
+            first = Failure.read(self.store.compare_set(_FAILURE, "", own.text()))
+            self.store.add("ended", 1)
             if self.ranks.rank == 0:
-                _wait_until(lambda: self.store.add("read", 0) >= self.ranks.size, GRACE_SECONDS)
+                _wait_until(lambda: self.store.add("ended", 0) >= self.ranks.size, GRACE_SECONDS)
         except RuntimeError:  # the store went with rank 0
-            raise PeerError(0, f"the connection to it was lost; here: {message}", EXIT_FAILURE) from error
-        if first["rank"] != self.ranks.rank:
-            if first["message"] == message:  # the same mistake, told by one rank
-                os._exit(first["code"])
-            raise PeerError(first["rank"], first["message"], first["code"]) from None
+            first = self.failure or Failure(0, EXIT_FAILURE, f"the connection to it was lost ({message})")
+        if first.rank == self.ranks.rank:
+            return
+        if first.message == message:  # the same mistake, told by one rank
+            os._exit(first.code)
+        raise PeerError(first.rank, first.message, first.code) from None
 
-    def _watch(self) -> None:
+    def _watch(self, store: dist.Store) -> None:
         """In a thread: end this process if another rank has failed and the main thread does not notice."""
-        assert self.store is not None
         while not self.ended.wait(WATCH_SECONDS):
             try:
-                if not self.store.check([_FAILURE]):
+                if not store.check([_FAILURE]):
                     continue
-                first = json.loads(self.store.get(_FAILURE))
-                self.store.add("read", 1)
+                self.failure = Failure.read(store.get(_FAILURE))
             except RuntimeError:
-                first = {"rank": 0, "code": EXIT_FAILURE, "message": "the connection to it was lost"}
-            if not self.ended.wait(GRACE_SECONDS):
-                error = PeerError(first["rank"], first["message"], first["code"])
+                self.failure = Failure(0, EXIT_FAILURE, "the connection to it was lost")
+            if not self.ended.wait(OWN_END_SECONDS):
+                with contextlib.suppress(RuntimeError):
+                    store.add("ended", 1)
+                error = PeerError(self.failure.rank, self.failure.message, self.failure.code)
                 print(f"rank {self.ranks.rank}: {error}", file=sys.stderr, flush=True)
                 os._exit(error.exit_code)
             return
 
 
-def _meet(ranks: World, seconds: float) -> dist.Store:
-    """The store that all ranks have come to."""
+@dataclass(frozen=True)
+class Failure:
+    """Which rank failed first, with which exit code, and what it said."""
+
+    rank: int
+    code: int
+    message: str
+
+    def text(self) -> str:
+        return json.dumps([self.rank, self.code, self.message])
+
+    @staticmethod
+    def read(text: bytes) -> "Failure":
+        return Failure(*json.loads(text))
+
+
+def _meet(ranks: World, seconds: float) -> tuple[dist.Store, dist.Store]:
+    """The store that all ranks have come to, twice: a thread needs a connection of its own, as a wait occupies one."""
     where = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
     if not all(where.values()):
         missing = " and ".join(name for name, value in where.items() if not value)
         raise ConfigError(f"{ranks.size} processes need {missing}: the host of rank 0 and a free port there.")
     host, port = where["MASTER_ADDR"], int(where["MASTER_PORT"])
-    # torchrun's agent serves the store itself
+    # torchrun's agent serves the store itself, and keeps it over restarts
     serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store = dist.TCPStore(
-            host, port, ranks.size, is_master=serves, timeout=timedelta(seconds=seconds), wait_for_workers=False
+        first, second = (
+            dist.PrefixStore(
+                f"mdlm_scale/{attempt}",
+                dist.TCPStore(
+                    host, port, is_master=is_master, timeout=timedelta(seconds=seconds), wait_for_workers=False
+                ),
+            )
+            for is_master in (serves, False)
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        met = dist.PrefixStore(f"mdlm_scale/{attempt}", store)
-        met.set(f"rank/{ranks.rank}", socket.gethostname())
-        met.add("come", 1)
-        if not _wait_until(lambda: met.add("come", 0) >= ranks.size, seconds):
-            absent = [str(rank) for rank in range(ranks.size) if not met.check([f"rank/{rank}"])]
+        first.set(f"rank/{ranks.rank}", socket.gethostname())
+        first.add("come", 1)
+        if not _wait_until(lambda: first.add("come", 0) >= ranks.size, seconds):
+            absent = [str(rank) for rank in range(ranks.size) if not first.check([f"rank/{rank}"])]
             raise TrainingError(
                 f"{ranks.size - len(absent)} of {ranks.size} ranks came to {host}:{port} within {seconds:.0f} s; "
                 f"missing: {', '.join(absent)}. Look at their output, and that every process was started."
@@ -216,9 +241,9 @@ def _meet(ranks: World, seconds: float) -> dist.Store:
     except RuntimeError as error:
         raise TrainingError(
             f"Rank {ranks.rank} could not meet the others at {host}:{port} (MASTER_ADDR, MASTER_PORT) within "
-            f"{seconds:.0f} s: {str(error).splitlines()[0]}"
+            f"{seconds:.0f} s: {str(error).partition(_LINE_END)[0]}"
         ) from error
-    return met
+    return first, second
 
 
 def _wait_until(condition: Any, seconds: float) -> bool:

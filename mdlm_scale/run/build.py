@@ -1,5 +1,6 @@
 """The model and the engine of a run, out of its configuration; which engine serves, and what it needs."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +22,14 @@ _OF_ONE_ENGINE = {
     "reshard_after_forward": EngineName.fsdp,
     "cpu_offload": EngineName.fsdp,
 }
+
+
+def with_engine(config: Config, world_size: int) -> Config:
+    """The configuration with `auto` replaced by the engine it stands for."""
+    if config.parallel.engine is not EngineName.auto:
+        return config
+    engine = EngineName.plain if world_size == 1 else EngineName.deepspeed
+    return replace(config, parallel=replace(config.parallel, engine=engine))
 
 
 def layout_of(config: Config, ranks: World) -> Layout:

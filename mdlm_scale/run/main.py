@@ -45,7 +45,7 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
     if not torch.cuda.is_available():
         kernels.tune_cpu(ranks.local_size)
     with Groups(ranks) as groups:
-        config = config_module.load(config_path, overrides)
+        config = build.with_engine(config_module.load(config_path, overrides), ranks.size)
         raise_if_any(faults(config, ranks))
         device = build.device_of(config, ranks)
         if ranks.size > 1 or config.parallel.engine is not EngineName.plain:

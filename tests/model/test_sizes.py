@@ -51,7 +51,7 @@ def test_a_step_costs_three_forward_passes() -> None:
     assert size.step_flops(num_tokens=100, num_masked=50) == 3 * (500 + 350)
 
 
-PLAIN, FSDP = ParallelConfig(), ParallelConfig(engine=EngineName.fsdp)
+PLAIN, FSDP = ParallelConfig(engine=EngineName.plain), ParallelConfig(engine=EngineName.fsdp)
 ZERO = [ParallelConfig(engine=EngineName.deepspeed, zero_stage=stage) for stage in range(4)]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mdlm_scale.config import EngineName, ParallelConfig, Precision, Recompute
 from parity.ranks import run_ranks
-from parity.trial import GLOBAL_BATCH, Bug, Trial, run_trial
+from parity.trial import Bug, Trial, run_trial
 
 GROWTH = 10.0  # how many times the rounding of one process a layout may show in float32
 
@@ -40,8 +40,8 @@ def zero(stage: int, world_size: int, zero_options: dict[str, Any] | None = None
     return Trial(parallel, world_size)
 
 
-def plain(micro_batch_size: int = GLOBAL_BATCH, **options: Any) -> Trial:
-    return Trial(ParallelConfig(**options), micro_batch_size=micro_batch_size)
+def plain(micro_batch_size: int = 8, **options: Any) -> Trial:
+    return Trial(ParallelConfig(engine=EngineName.plain, **options), micro_batch_size=micro_batch_size)
 
 
 def float32(trial: Trial) -> Trial:
@@ -81,6 +81,11 @@ CELLS = [
     Cell("ZeRO 3 dp 2, recompute full", zero(3, 2, CUT, **FULL), slow=True),
     Cell("ZeRO 3 dp 2, recompute selective", zero(3, 2, CUT, **SELECTIVE), slow=True),
     *(Cell(f"ZeRO {stage} dp 4", zero(stage, 4, CUT if stage == 3 else None), slow=True) for stage in range(4)),
+    Cell("FSDP2 dp 3", replace(fsdp(3), global_batch_size=12, steps=20), slow=True),
+    Cell("ZeRO 1 dp 3", replace(zero(1, 3), global_batch_size=12, steps=20), slow=True),
+    Cell("ZeRO 3 dp 3", replace(zero(3, 3, CUT), global_batch_size=12, steps=20), slow=True),
+    Cell("FSDP2 dp 1", fsdp(1), slow=True),
+    *(Cell(f"ZeRO {stage} dp 1", zero(stage, 1, CUT if stage == 3 else None), slow=True) for stage in range(4)),
     Cell("compiled blocks", replace(plain(compile=True), steps=5), slow=True),
     Cell("FSDP2 dp 2, compiled blocks", replace(fsdp(2, compile=True), steps=5), slow=True),
     Cell("ZeRO 1 dp 2, compiled blocks", replace(zero(1, 2, compile=True), steps=5), slow=True),
@@ -139,7 +144,13 @@ def run(trial: Trial, bug: Bug | None = None) -> list[dict[str, Any]]:
 
 def reference(trial: Trial) -> dict[str, Any]:
     """One process, the whole batch at once, in the same precision; kept for the cells to come."""
-    alone = replace(plain(), precision=trial.precision, steps=trial.steps, padded=trial.padded)
+    alone = replace(
+        plain(trial.global_batch_size),
+        global_batch_size=trial.global_batch_size,
+        precision=trial.precision,
+        steps=trial.steps,
+        padded=trial.padded,
+    )
     for known, result in _references:
         if known == alone:
             return result

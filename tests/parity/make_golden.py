@@ -19,7 +19,7 @@ from mdlm_scale.data import source, tokenizer
 from mdlm_scale.data.loader import Loader
 from mdlm_scale.model import init
 from mdlm_scale.parallel.groups import Groups
-from mdlm_scale.run.build import build_engine, build_model, layout_of
+from mdlm_scale.run.build import build_engine, build_model, layout_of, with_engine
 from mdlm_scale.run.ema import Ema
 from mdlm_scale.run.optimizer import lr_at
 from mdlm_scale.run.step import forward_backward
@@ -33,6 +33,7 @@ def run(folder: Path) -> list[dict[str, Any]]:
     text = folder / "text.txt"
     text.write_text("".join(TEXT.format(number) + "\n" for number in range(200)))
     config = config_module.load(DEBUG, [f"data.train={text}", f"data.validation={text}", "train.precision=float64"])
+    config = with_engine(config, world_size=1)
     groups, words = Groups(), tokenizer.load(config.tokenizer)
     layout = layout_of(config, groups.ranks)
     model = build_model(config, words.vocab_size, words.mask_id)

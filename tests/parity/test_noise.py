@@ -12,14 +12,15 @@ from mdlm_scale.config import BatchConfig, TimeSampling
 from mdlm_scale.data.loader import Loader
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.layout import Layout
-from parity.trial import LENGTH, Trial, config_of, make_loader, source
+from parity.cells import plain
+from parity.trial import LENGTH, config_of, make_loader, source
 
 NUM_SLOTS, DROPOUT_SITES = 4096, 4
 BY_SLOT, BY_ROW = ("x_BL", "z_BL", "t_B", "sigma_B", "is_token_BL"), ("target_M", "weight_M", "elbo_weight_M")
 
 
 def loader(layout: Layout, micro_batch_size: int, sampling: TimeSampling) -> Loader:
-    config = config_of(Trial())
+    config = config_of(plain())
     config = replace(
         config,
         batch=BatchConfig(NUM_SLOTS, micro_batch_size),

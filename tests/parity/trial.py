@@ -9,7 +9,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ from mdlm_scale.run.evaluate import evaluate
 from mdlm_scale.run.optimizer import lr_at
 from mdlm_scale.run.step import forward_backward
 
-LENGTH, VOCAB, MASK_ID, NUM_ROWS, GLOBAL_BATCH = 16, 61, 7, 48, 8
+LENGTH, VOCAB, MASK_ID, NUM_ROWS = 16, 61, 7, 48
 CPU = torch.device("cpu")
 EVALUATED, REFUSED = 1, 2  # steps
 
@@ -56,9 +56,10 @@ Bug = Callable[[Groups], None]
 class Trial:
     """A layout to try. `precision` is that of weights and masters."""
 
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig
     world_size: int = 1
     precision: Precision = Precision.float64
+    global_batch_size: int = 8
     micro_batch_size: int = 2
     steps: int = 100
     padded: bool = True
@@ -74,7 +75,7 @@ def config_of(trial: Trial) -> Config:
         model=ModelConfig(
             hidden_size=32, num_layers=2, num_heads=4, cond_size=16, dropout=0.1, time_conditioning=True
         ),
-        batch=BatchConfig(GLOBAL_BATCH, trial.micro_batch_size),
+        batch=BatchConfig(trial.global_batch_size, trial.micro_batch_size),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=10, max_grad_norm=0.05),
         ema=EmaConfig(decay=0.9),
         parallel=trial.parallel,
