@@ -75,8 +75,9 @@ def faults(parallel: ParallelConfig, batch: BatchConfig, world_size: int) -> lis
             f"parallel.engine=plain runs one process, but there are {world_size} with parallel.tp_size="
             f"{parallel.tp_size}. Choose parallel.engine=fsdp or deepspeed, or start one process."
         ]
-    if world_size % (parallel.tp_size * parallel.replicate_size):
-        return [_world_fault(parallel, world_size)]
+    replicate_size = parallel.replicate_size if parallel.engine is EngineName.fsdp else 1  # others refuse the setting
+    if world_size % (parallel.tp_size * replicate_size):
+        return [_world_fault(parallel.tp_size, replicate_size, world_size)]
     dp_size = world_size // parallel.tp_size
     unit = batch.micro_batch_size * dp_size
     if batch.global_batch_size % unit:
@@ -84,15 +85,15 @@ def faults(parallel: ParallelConfig, batch: BatchConfig, world_size: int) -> lis
     return []
 
 
-def _world_fault(parallel: ParallelConfig, world_size: int) -> str:
+def _world_fault(tp_size: int, replicate_size: int, world_size: int) -> str:
     """Every factor, and the nearest layouts: fewer or more ranks, or other factors of these ranks."""
-    tp_size, replicate_size = parallel.tp_size, parallel.replicate_size
     unit = tp_size * replicate_size
     numbers = [n for n in (world_size // unit * unit, -(-world_size // unit) * unit) if n]
     pairs = [(t, r) for t in _divisors(world_size) for r in _divisors(world_size // t)]
     t, r = min(pairs, key=lambda pair: (abs(pair[0] - tp_size) + abs(pair[1] - replicate_size), pair))
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
-        f"{world_size} ranks cannot be laid out as tp_size * replicate_size * shards = {tp_size} * {replicate_size} * "
+        f"{ranks} cannot be laid out as tp_size * replicate_size * shards = {tp_size} * {replicate_size} * "
         f"shards: {unit} does not divide {world_size}. Nearest that work: {' or '.join(map(str, numbers))} ranks, or "
         f"parallel.tp_size={t} and parallel.replicate_size={r} on {world_size}."
     )

@@ -72,7 +72,7 @@ class Zero0Engine(PlainEngine):
         written = zero_json.settings(
             config, batch, layout, Precision.float32, max_norm=0.0, num_parameters=_num_parameters(model)
         )
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.masters.optimizer, config=written)
+        self.engine, _ = _initialize(model, self.masters.optimizer, written)
         _check_names(self.engine)
         self.model = self.engine
 
@@ -119,7 +119,7 @@ class ZeroEngine:
             model.to_empty(device=device)
         self.weights: dict[str, Any] = dict(model.named_parameters())  # with DeepSpeed's attributes
         optimizer = make_optimizer(list(self.weights.values()))
-        self.engine, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=written)
+        self.engine, self.optimizer = _initialize(model, optimizer, written)
         _check_names(self.engine, self.optimizer)
         self._shards = self._make_shards(layout)
         with torch.no_grad():
@@ -275,11 +275,13 @@ class _Replaced:
 def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision: Precision) -> list[str]:
     """What is wrong with the deepspeed engine's settings."""
     found = zero_json.faults(config, batch, layout, precision)
+    if config.zero_stage not in range(4):
+        return found
     try:
-        DeepSpeedZeroConfig(**dict(config.deepspeed.get("zero_optimization", {})))
+        DeepSpeedZeroConfig(**{"stage": config.zero_stage} | config.deepspeed.get("zero_optimization", {}))
     except ValidationError as error:
-        place = "parallel.deepspeed.zero_optimization"
-        found += [f"{place}.{'.'.join(map(str, e['loc']))}: {e['msg']}." for e in error.errors()]
+        place = ("parallel.deepspeed.zero_optimization",)
+        found += [f"{'.'.join(map(str, place + e['loc']))}: {e['msg'].rstrip('.')}." for e in error.errors()]
     except (TypeError, ValueError):
         pass  # no pairs of keys and values, which is among the faults already
     return found
@@ -296,6 +298,14 @@ def _start_deepspeed() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
+
+
+def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, written: dict[str, Any]) -> tuple[Any, Any]:
+    try:
+        engine, wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=written)
+    except ValidationError as error:
+        raise ConfigError(f"parallel.deepspeed is refused by DeepSpeed {deepspeed.__version__}: {error}") from error
+    return engine, wrapped
 
 
 def _is_no_overflow(record: logging.LogRecord) -> bool:

@@ -134,28 +134,36 @@ class Groups:
         if len(set(self.gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
             return
         first, *others = self.gather(json.loads(text))
-        found = {
-            f"{what}: {key} is {first.get(key)!r} on rank 0 and {other.get(key)!r} on rank {rank}."
-            for key in sorted(set(first).union(*others))
-            for rank, other in reversed(list(enumerate(others, start=1)))
-            if other.get(key) != first.get(key)
-        }
-        raise ConfigError(*sorted(found), "All ranks must run the same code with the same settings.")
+        found = []
+        for key in sorted(set(first).union(*others)):
+            differing = [rank for rank, other in enumerate(others, start=1) if other.get(key) != first.get(key)]
+            if differing:
+                there = f"{others[differing[0] - 1].get(key)!r} on rank {differing[0]}"
+                more = f" ({len(differing)} ranks differ)" if len(differing) > 1 else ""
+                found.append(f"{what}: {key} is {first.get(key)!r} on rank 0 and {there}{more}.")
+        raise ConfigError(*found, "All ranks must run the same code with the same settings on the same data.")
 
     def __enter__(self) -> "Groups":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        lost: BaseException | None = None
+        if error is None and dist.is_initialized():
+            try:
+                dist.barrier()  # rank 0 holds the store: it must not go first
+            except RuntimeError as broken:  # a rank failed on its way here
+                lost = broken
         self.ended.set()
-        if error is not None and self.store is not None and not isinstance(error, SystemExit):
-            self._fail(error)
+        if self.store is not None and (error or lost) and not isinstance(error, SystemExit):
+            self._fail(error or lost)
         if self.watch is not None:
             self.watch.join(GRACE_SECONDS)
+        if lost is not None:
+            raise lost
         if error is None and dist.is_initialized():
-            dist.barrier()  # rank 0 holds the store: it must not go first
             dist.destroy_process_group()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException | None) -> None:
         """Tell the others, unless one of them failed before: then this error is only its consequence."""
         assert self.store is not None
         is_user_error = isinstance(error, UserError)
@@ -216,6 +224,8 @@ def _meet(ranks: World, seconds: float) -> tuple[dist.Store, dist.Store]:
     if not all(where.values()):
         missing = " and ".join(name for name, value in where.items() if not value)
         raise ConfigError(f"{ranks.size} processes need {missing}: the host of rank 0 and a free port there.")
+    if not where["MASTER_PORT"].isdecimal() or not 0 < int(where["MASTER_PORT"]) < 2**16:
+        raise ConfigError(f"MASTER_PORT={where['MASTER_PORT']} must be a port of MASTER_ADDR, 1 .. 65535.")
     host, port = where["MASTER_ADDR"], int(where["MASTER_PORT"])
     # torchrun's agent serves the store itself, and keeps it over restarts
     serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -23,7 +23,7 @@ INSTEAD = {
     "data_types": "train.precision", "communication_data_type": "train.precision",
     "train_batch_size": "batch.global_batch_size", "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
     "gradient_accumulation_steps": "batch.global_batch_size", "gradient_clipping": "optimizer.max_grad_norm",
-    "zero_optimization": "parallel.zero_stage", "wandb": "logging.wandb",
+    "zero_optimization.stage": "parallel.zero_stage", "wandb": "logging.wandb",
     "activation_checkpointing": "parallel.recompute", "compile": "parallel.compile",
 }  # fmt: skip
 
@@ -69,15 +69,16 @@ def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision
     found = []
     if precision is Precision.float64:
         found.append("train.precision=float64 is not for parallel.engine=deepspeed, whose master weights are float32.")
+    passed_on = ", ".join(PASSED_ON)
     key, told = "parallel.deepspeed", ours(config, batch, layout, precision, max_norm=1.0)
     decided = [name for name in ("gradient_clipping",) if name in config.deepspeed]
     found += [
-        f"{key}.{name} is not passed on to DeepSpeed. {_instead(name)}"
+        f"{key}.{name} is not passed on to DeepSpeed. {_instead(name, f'These sections are: {passed_on}.')}"
         for name in config.deepspeed
         if name not in (*PASSED_ON, *told) or name in decided
     ]
     found += [
-        f"{key}.{path}={theirs!r} contradicts {mine!r}. {_instead(path.split('.')[0])}"
+        f"{key}.{path}={theirs!r} contradicts {mine!r}. {_instead(path, 'Leave it out.')}"
         for path, mine, theirs in _contradictions(told, config.deepspeed)
         if path not in decided
     ]
@@ -92,6 +93,8 @@ def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision
             found.append(f"{place} has a meaning only at parallel.zero_stage=3, not {config.zero_stage}.")
         elif isinstance(value, dict) and value.get("device") == "nvme":
             found.append(f"{place}.device=nvme is not supported: use cpu.")
+        elif isinstance(value, dict) and value.get("ratio", 1.0) != 1.0:
+            found.append(f"{place}.ratio={value['ratio']} is not supported: all or nothing is offloaded.")
     return found
 
 
@@ -120,7 +123,7 @@ def _contradictions(mine: dict[str, Any], theirs: dict[str, Any], path: str = ""
     return found
 
 
-def _instead(section: str) -> str:
-    if section in INSTEAD:
-        return f"That is decided by {INSTEAD[section]}."
-    return f"These sections are: {', '.join(PASSED_ON)}."
+def _instead(path: str, otherwise: str) -> str:
+    """Which of our settings decides what this one of DeepSpeed's would."""
+    decides = INSTEAD.get(path) or INSTEAD.get(path.partition(".")[0])
+    return f"That is decided by {decides}." if decides else otherwise

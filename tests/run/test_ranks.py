@@ -1,0 +1,320 @@
+"""Whole runs on several ranks, through the launchers that users have: the same numbers, one folder, one message."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DEBUG, ROOT, Train
+from parity.ranks import free_port
+from torch import Tensor
+
+from mdlm_scale import config, train
+from mdlm_scale.errors import EXIT_RUN_AGAIN
+from mdlm_scale.parallel.groups import World
+from mdlm_scale.run import checkpoint, main
+
+SECONDS = 120.0  # for a launcher and all it started
+LAUNCHERS = {
+    "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", "PORT", "-m", "mdlm_scale.train"],
+    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "PORT", "mdlm_scale/train.py"],
+}
+SMALL = [
+    "data.length=32", "model.hidden_size=32", "batch.global_batch_size=8", "batch.micro_batch_size=2",
+    "train.num_steps=6", "evaluate.every=3", "evaluate.rows=32", "checkpoint.every=3", "logging.every=1",
+]  # fmt: skip
+
+
+def arguments(run: Path, corpus: Path | str, *overrides: str) -> list[str]:
+    """The debug recipe on the small corpus."""
+    return [
+        "--config",
+        DEBUG,
+        f"run.dir={run}",
+        f"data.train={corpus}",
+        f"data.validation={corpus}",
+        *SMALL,
+        *overrides,
+    ]
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+def launch(launcher: str, given: list[str], seconds: float = SECONDS) -> Ended:
+    """As a user would from the repository's folder."""
+    name, *options = (str(free_port()) if word == "PORT" else word for word in LAUNCHERS[launcher])
+    command = [str(Path(sys.executable).with_name(name)), *options, *given]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its ranks
+        try:
+            _, err = process.communicate(timeout=40)
+        finally:
+            process.kill()
+        raise AssertionError(f"{launcher} did not end within {seconds:.0f} s: {err}") from None
+    return Ended(process.returncode, out, err)
+
+
+def rows(run: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["kind"] == kind]
+
+
+def tensors(path: Path | None) -> dict[str, Tensor]:
+    assert path is not None
+    manifest = checkpoint.read_manifest(path)
+    return {key: checkpoint.read_tensor(path, manifest, key) for key in manifest["tensors"]}
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    """Every tensor, relative to its largest element."""
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        difference, largest = float((ours[key] - tensor).abs().max()), float(tensor.abs().max())
+        assert difference <= tolerance * largest, f"{key} differs by {difference} of {largest}"
+
+
+def assert_one_run(run: Path, alone: Path, tolerance: float) -> None:
+    """What ranks wrote together is one run, and the numbers are those of one process."""
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "log.txt", "checkpoints", "done"}
+    assert [row["step"] for row in rows(run, "train")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(run, "eval")] == [3, 6]
+    for key in ("loss", "grad_norm"):
+        expected = [row[key] for row in rows(alone, "train")]
+        assert [row[key] for row in rows(run, "train")] == pytest.approx(expected, rel=tolerance), key
+
+
+@pytest.mark.parametrize(
+    ("launcher", "overrides"),
+    [
+        # in float64 a quicker test does the same
+        pytest.param("torchrun", ["parallel.engine=fsdp"], marks=pytest.mark.slow, id="torchrun"),
+        pytest.param("deepspeed", ["parallel.engine=deepspeed", "parallel.zero_stage=1"], id="deepspeed"),
+    ],
+)
+def test_launcher(train_run: Train, tmp_path: Path, corpus: Path, launcher: str, overrides: list[str]) -> None:
+    run, alone = tmp_path / "ranks", tmp_path / "alone"
+    ended = launch(launcher, arguments(run, corpus, "train.precision=float32", *overrides))
+    assert ended.code == 0, ended.err
+    assert train_run(f"run.dir={alone}", "train.precision=float32") == 0
+    # float32 sums in another order: 3e-9 in the loss and 2e-6 in the norm are measured
+    assert_one_run(run, alone, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Six steps in float64, sharded over two ranks."""
+    run = tmp_path_factory.mktemp("two") / "run"
+    ended = launch("torchrun", arguments(run, corpus, "train.precision=float64", "parallel.engine=fsdp"))
+    assert ended.code == 0, ended.err
+    return run
+
+
+def test_two_ranks_write_one_run(train_run: Train, tmp_path: Path, two_ranks: Path) -> None:
+    assert train_run() == 0
+    # float64 sums in another order, grown over six Adam steps
+    assert_one_run(two_ranks, tmp_path / "run", 1e-11)
+
+
+def test_checkpoint_of_two_ranks_is_that_of_one(train_run: Train, tmp_path: Path, two_ranks: Path) -> None:
+    assert train_run() == 0
+    # float64 sums in another order, grown over six Adam steps: 1e-14 is measured
+    assert_close(tensors(checkpoint.newest(two_ranks)), tensors(checkpoint.newest(tmp_path / "run")), 1e-11)
+
+
+def test_one_process_goes_on_from_two_ranks(train_run: Train, tmp_path: Path, two_ranks: Path) -> None:
+    mixed, alone = shutil.copytree(two_ranks, tmp_path / "mixed"), tmp_path / "alone"
+    for run in (mixed, alone):
+        assert train_run(f"run.dir={run}", "train.num_steps=9") == 0
+    # as above, with three steps more
+    assert_close(tensors(checkpoint.newest(mixed)), tensors(checkpoint.newest(alone)), 1e-11)
+    assert [row["step"] for row in rows(mixed, "train")] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_check_prints_the_plan_once_and_writes_nothing(tmp_path: Path, corpus: Path) -> None:
+    run = tmp_path / "run"
+    ended = launch("torchrun", arguments(run, corpus, "parallel.engine=fsdp", "--check"))
+    assert ended.code == 0, ended.err
+    assert ended.out.count("hidden_size: 32\n") == 1
+    assert ended.out.count("# 2 ranks: dp 2, tp 1; engine fsdp\n") == 1
+    assert not run.exists()
+
+
+@dataclass
+class ByHand:
+    """Ranks started one by one, each with its own settings and in its own folder, without a launcher."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    processes: list[BaseProcess] = field(default_factory=list)
+
+    def start(self, world_size: int, given: list[str], cwd: Path = ROOT) -> BaseProcess:
+        rank = len(self.processes)
+        environment = {
+            "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
+        }  # fmt: skip
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_train, args=(environment, given, cwd, self.folder / f"err-{rank}")
+        )
+        process.start()
+        self.processes.append(process)
+        return process
+
+    def ended(self, seconds: float = 60.0) -> list[Ended]:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        said = [(self.folder / f"err-{rank}").read_text() for rank in range(len(self.processes))]
+        codes = [process.exitcode for process in self.processes]
+        assert None not in codes, f"exit codes {codes} after {seconds:.0f} s: {said}"
+        return [Ended(code, "", err) for code, err in zip(codes, said, strict=True) if code is not None]
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[ByHand]:
+    (tmp_path / "said").mkdir()
+    ranks = ByHand(tmp_path / "said")
+    yield ranks
+    for process in ranks.processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _train(environment: dict[str, str], given: list[str], cwd: Path, err: Path) -> None:
+    """In the process of a rank, which has imported everything already."""
+    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    os.environ |= environment
+    os.chdir(cwd)
+    sys.exit(train.main(given))
+
+
+def test_ranks_with_other_settings_are_refused(by_hand: ByHand, tmp_path: Path, corpus: Path) -> None:
+    run = tmp_path / "run"
+    for lr in (1e-3, 2e-3):
+        by_hand.start(2, arguments(run, corpus, "parallel.engine=fsdp", f"optimizer.lr={lr}"))
+    first, second = by_hand.ended()
+    assert (first.code, second.code) == (2, 2), (first, second)
+    told = first.err + second.err
+    assert told.count("The ranks differ: optimizer.lr is 0.001 on rank 0 and 0.002 on rank 1.") == 1
+    assert "Traceback" not in told
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--check"]], ids=["train", "check"])
+def test_text_that_one_rank_does_not_see(by_hand: ByHand, tmp_path: Path, corpus: Path, options: list[str]) -> None:
+    """As on a node where a folder is not mounted: found before anything is written."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for cwd in (corpus.parent, elsewhere):
+        by_hand.start(2, arguments(run, corpus.name, "parallel.engine=fsdp", *options), cwd)
+    first, second = by_hand.ended()
+    assert (first.code, second.code) == (2, 2), (first, second)
+    assert f"data.train: '{corpus.name}' does not exist" in second.err
+    assert "ended by the failure of rank 1: " in first.err
+    assert f"data.train: '{corpus.name}' does not exist" in first.err
+    assert "Traceback" not in first.err + second.err
+    assert not run.exists()
+
+
+def test_shard_that_is_damaged_on_one_rank(by_hand: ByHand, tmp_path: Path, shards: Path) -> None:
+    """Found in the middle of training, while the other rank waits inside the engine for gradients."""
+    run, copy = tmp_path / "run", shutil.copytree(shards, tmp_path / "copy" / shards.name)
+    for file in sorted(copy.glob("*.mds"))[::8]:
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+    long = ["parallel.engine=fsdp", "train.num_steps=100", "evaluate.every=1000"]
+    for cwd in (shards.parent, copy.parent):
+        by_hand.start(2, arguments(run, shards.name, *long), cwd)
+    first, second = by_hand.ended()
+    assert (first.code, second.code) == (2, 2), (first, second)
+    assert rows(run, "train"), "found before training"
+    for ended in (first, second):
+        assert ".mds' is corrupt" in ended.err
+        assert "Traceback" not in ended.err
+    assert not (run / "done").exists()
+
+
+def test_plain_engine_is_for_one_process(by_hand: ByHand, tmp_path: Path, corpus: Path) -> None:
+    for _ in range(2):
+        by_hand.start(2, arguments(tmp_path / "run", corpus, "parallel.engine=plain"))
+    ended = by_hand.ended()
+    assert [rank.code for rank in ended] == [2, 2], ended
+    assert "".join(rank.err for rank in ended) == (
+        "ConfigError: parallel.engine=plain runs one process, but there are 2 with parallel.tp_size=1. "
+        "Choose parallel.engine=fsdp or deepspeed, or start one process.\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_signal_to_one_rank_stops_all_after_the_same_step(by_hand: ByHand, tmp_path: Path, corpus: Path) -> None:
+    run = tmp_path / "run"
+    written = run / "metrics.jsonl"
+    endless = ["train.num_steps=100000", "evaluate.every=100000", "checkpoint.every=100000"]
+    ranks = [by_hand.start(2, arguments(run, corpus, "parallel.engine=fsdp", *endless)) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while not (written.exists() and written.read_text().count("\n") > 3):
+        assert time.monotonic() < deadline, "the run did not start"
+        time.sleep(0.02)
+    assert ranks[1].pid is not None
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    ended = by_hand.ended()
+    assert [rank.code for rank in ended] == [EXIT_RUN_AGAIN] * 2, ended
+    saved = checkpoint.newest(run)
+    assert saved is not None
+    assert saved.name == f"step-{rows(run, 'train')[-1]['step']:06d}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["parallel.engine=deepspeed", "parallel.replicate_size=2"],
+            "parallel.replicate_size=2 is a setting of parallel.engine=fsdp, not of deepspeed.",
+        ),
+        (
+            ["parallel.engine=fsdp", "parallel.deepspeed.zero_optimization.reduce_bucket_size=1"],
+            "parallel.deepspeed={'zero_optimization': {'reduce_bucket_size': 1}} is a setting of "
+            "parallel.engine=deepspeed, not of fsdp.",
+        ),
+        (
+            ["parallel.engine=fsdp", "parallel.zero_stage=3"],
+            "parallel.zero_stage=3 is a setting of parallel.engine=deepspeed, not of fsdp.",
+        ),
+    ],
+    ids=["replicas", "deepspeed's JSON", "zero stage"],
+)
+def test_setting_of_another_engine_is_refused(overrides: list[str], expected: str) -> None:
+    """It would have no effect, and a user may believe that it had."""
+    assert main.faults(config.load(DEBUG, overrides), World(0, 2, 0)) == [expected]
+
+
+def test_deepspeed_that_is_not_installed(tmp_path: Path, corpus: Path) -> None:
+    given = arguments(tmp_path / "run", corpus, "parallel.engine=deepspeed")
+    program = "import sys; sys.modules['deepspeed'] = None; from mdlm_scale import train; sys.exit(train.main())"
+    command = [sys.executable, "-c", program, *given]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    assert "parallel.engine=deepspeed needs DeepSpeed, which cannot be imported" in ended.stderr
+    assert "pip install deepspeed==" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
