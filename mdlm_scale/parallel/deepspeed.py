@@ -121,6 +121,7 @@ class ZeroEngine:
         optimizer = make_optimizer(list(self.weights.values()))
         self.engine, self.optimizer = _initialize(model, optimizer, written)
         _check_names(self.engine, self.optimizer)
+        _check_names(*self.weights.values(), names=("ds_shape", "ds_numel") if self.stage == 3 else ("_hp_mapping",))
         self._shards = self._make_shards(layout)
         with torch.no_grad():
             for name, shard in self._shards.items():
@@ -136,6 +137,8 @@ class ZeroEngine:
 
     def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
         nlls = []
+        expected = self.engine.gradient_accumulation_steps()  # DeepSpeed reduces and updates when it has counted these
+        assert len(batches) == expected, f"{len(batches)} micro-batches, but DeepSpeed was told {expected}"
         for i, batch in enumerate(batches, start=1):
             loss_sum, nll_M = self.engine(batch.to(self.device))
             self.engine.backward(loss_sum * (self.loss_scale / denominator), scale_wrt_gas=False)
@@ -202,7 +205,7 @@ class ZeroEngine:
         for name, weight in self.weights.items():
             if self.stage == 3:
                 moments = [safe_get_local_optimizer_state(weight, key) for key in ("exp_avg", "exp_avg_sq")]
-                parts = [part.view(-1) for part in (safe_get_local_fp32_param(weight), *moments)]
+                parts = [part.detach().view(-1) for part in (safe_get_local_fp32_param(weight), *moments)]
                 start, shape = layout.dp_rank * len(parts[0]), weight.ds_shape
                 here = max(0, min(len(parts[0]), weight.ds_numel - start))  # the rest of the last part is padding
                 master, exp_avg, exp_avg_sq = (part[:here] for part in parts)
@@ -335,14 +338,14 @@ def _is_bf16_optimizer(optimizer: Any) -> bool:
     return type(optimizer).__name__ == "BF16_Optimizer"
 
 
-def _check_names(*objects: Any) -> None:
-    """One clear error if this DeepSpeed lacks a private name that is needed."""
-    missing = [
-        f"{type(thing).__name__}.{name}"
+def _check_names(*objects: Any, names: tuple[str, ...] | None = None) -> None:
+    """One clear error if this DeepSpeed lacks a private name that is needed; by default those of NAMES."""
+    missing = {
+        f"{type(thing).__name__}.{name}": None
         for thing in objects
-        for name in NAMES.get(type(thing).__name__, ("known_to_mdlm_scale",))
+        for name in names or NAMES.get(type(thing).__name__, ("(a class unknown here)",))
         if not hasattr(thing, name)
-    ]
+    }
     if missing:
         raise ConfigError(
             f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}, which mdlm_scale needs. Version "

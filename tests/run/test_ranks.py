@@ -207,6 +207,36 @@ def _train(environment: dict[str, str], given: list[str], cwd: Path, err: Path) 
     sys.exit(train.main(given))
 
 
+def both(by_hand: ByHand, given: list[str]) -> None:
+    """Two ranks from their start to a good end."""
+    by_hand.processes, by_hand.port = [], free_port()
+    for _ in range(2):
+        by_hand.start(2, given)
+    ended = by_hand.ended(SECONDS)
+    assert [rank.code for rank in ended] == [0, 0], ended
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ["parallel.engine=fsdp"],
+        ["parallel.engine=deepspeed", "parallel.zero_stage=0"],
+        ["parallel.engine=deepspeed", "parallel.zero_stage=1"],
+        ["parallel.engine=deepspeed", "parallel.zero_stage=2"],
+        ["parallel.engine=deepspeed", "parallel.zero_stage=3"],
+    ],
+    ids=["fsdp", "zero 0", "zero 1", "zero 2", "zero 3"],
+)
+def test_ranks_go_on_bit_equal(by_hand: ByHand, tmp_path: Path, corpus: Path, engine: list[str]) -> None:
+    """Masters, moments, averages and counters, stopped at step 3 and loaded by new processes."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = ["train.precision=float32", "evaluate.every=99", *engine]
+    both(by_hand, arguments(whole, corpus, *options))
+    both(by_hand, arguments(parts, corpus, *options, "train.num_steps=3"))
+    both(by_hand, arguments(parts, corpus, *options))
+    assert_close(tensors(checkpoint.newest(parts)), tensors(checkpoint.newest(whole)), 0.0)
+
+
 def test_ranks_with_other_settings_are_refused(by_hand: ByHand, tmp_path: Path, corpus: Path) -> None:
     run = tmp_path / "run"
     for lr in (1e-3, 2e-3):
