@@ -23,7 +23,8 @@ class Sizes:
         """What a rank keeps between a backward pass and its update; transient buffers come on top.
 
         Masters are at least float32. Plain weights are their own masters, unless they are of half precision; ZeRO from
-        stage 1 on keeps them apart in any case, and so does no FSDP.
+        stage 1 on keeps them apart in any case, FSDP has nothing but masters. In float32, ZeRO 1 and 2 also hold whole
+        the gradients of the two parameters at the ends of a rank's part, which is not counted here.
         """
         half = weight_bytes < 4
         master_bytes = max(4, weight_bytes)

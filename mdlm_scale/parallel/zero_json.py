@@ -101,9 +101,10 @@ def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision
 def _defaults(config: ParallelConfig, layout: Layout, num_parameters: int) -> dict[str, Any]:
     """Where DeepSpeed's own defaults do not fit: buffers of a fixed size, larger than many a model."""
     piece = max(1, num_parameters // 20)  # a twentieth of the model is moved at a time
-    zero = {"reduce_bucket_size": min(piece, 500_000_000)}
+    zero: dict[str, Any] = {"reduce_bucket_size": min(piece, 500_000_000)}
     if config.zero_stage == 3:
         zero["sub_group_size"] = max(1, piece // layout.dp_size)  # of this rank's part
+        zero["contiguous_gradients"] = False  # else a bucket is kept for good, whatever the number of ranks
     return {"steps_per_print": 2**31, "zero_optimization": zero}  # metrics.jsonl has what it would print
 
 
