@@ -10,6 +10,7 @@ mistakes are made on purpose, each of which must be seen. Exit code 1 if a cell 
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 
+FAILED = 1e300  # a difference that is no number: JSON has neither infinity nor NaN
 COLUMNS = ("loss", "norm", "grad", "param", "ema", "losses", "params")
 
 
@@ -65,12 +67,13 @@ def _measure(cell: Any) -> dict[str, Any]:
     try:
         found = compare(run(cell.trial), reference(cell.trial))
     except RankError as error:
-        row |= dict.fromkeys(COLUMNS, float("inf")) | {"faults": [str(error).strip().splitlines()[-1]]}
+        row |= dict.fromkeys(COLUMNS, FAILED) | {"faults": [str(error).strip().splitlines()[-1]]}
     else:
-        row |= {column: getattr(found, column) for column in COLUMNS}
+        figures = {column: getattr(found, column) for column in COLUMNS}
+        row |= {column: figure if math.isfinite(figure) else FAILED for column, figure in figures.items()}
         row["faults"] = found.faults(precision, growth_for(cell.trial))
-    figures = " ".join(f"{row[column]:8.0e}" for column in COLUMNS)
-    print(f"{cell.name:42s} {precision:8s} {figures}  {'; '.join(row['faults'])}", flush=True)
+    told = " ".join(f"{row[column]:8.0e}" for column in COLUMNS)
+    print(f"{cell.name:42s} {precision:8s} {told}  {'; '.join(row['faults'])}", flush=True)
     return row
 
 

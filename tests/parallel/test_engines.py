@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity.cells import CUT, float32, fsdp, plain, run, zero
+from parity.cells import float32, fsdp, plain, run, zero
 from parity.ranks import run_ranks
 from parity.storages import StoragePeak
 from parity.trial import CPU, MASK_ID, VOCAB, Trial, config_of, initial
@@ -39,7 +39,7 @@ def build(groups: Groups, trial: Trial) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("trial", [fsdp(4), zero(3, 4, CUT)], ids=["FSDP2", "ZeRO 3"])
+@pytest.mark.parametrize("trial", [fsdp(4), zero(3, 4)], ids=["FSDP2", "ZeRO 3"])
 def test_no_rank_ever_holds_the_whole_model(trial: Trial) -> None:
     """At the worst moment of building there is the state that stays, and beside it a fraction of the model: DeepSpeed
     has two buffers of a twentieth each, rounded up to whole parameters."""

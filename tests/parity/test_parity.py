@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from mdlm_scale.config import Recompute
 from parity.bugs import BUGS, is_caught
-from parity.cells import CELLS, CUT, Cell, compare, fsdp, growth_for, plain, reference, run, zero
+from parity.cells import CELLS, Cell, compare, fsdp, growth_for, plain, reference, run, zero
 from parity.trial import REFUSED, Trial
 
 
@@ -40,11 +41,13 @@ LAYOUTS = {
     "ZeRO 0": zero(0, 2),
     "ZeRO 1": zero(1, 2),
     "ZeRO 2": zero(2, 2),
-    "ZeRO 3": zero(3, 2, CUT),
+    "ZeRO 3": zero(3, 2),
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(k, marks=[pytest.mark.slow] * (k[:4] == "ZeRO")) for k in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", ["plain", "FSDP2", *(pytest.param(f"ZeRO {n}", marks=pytest.mark.slow) for n in (1, 3))]
+)
 def test_switches_do_not_change_a_bit(layout: str) -> None:
     """P3."""
     base = replace(LAYOUTS[layout], steps=6, evaluated=False)
@@ -56,12 +59,16 @@ def test_switches_do_not_change_a_bit(layout: str) -> None:
             assert torch.equal(found["parameters"][key], value), f"{name}: {key}"
 
 
-@pytest.mark.parametrize("poison", ["loss", "norm"])
 @pytest.mark.parametrize("layout", ["plain", "FSDP2", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"])
-def test_step_that_is_not_finite_on_one_rank_leaves_no_trace(layout: str, poison: str) -> None:
+def test_step_that_is_not_finite_on_one_rank_leaves_no_trace(layout: str) -> None:
     """Weights, moments, counters and averages of all ranks are as if the judge had refused a good step."""
     base = replace(LAYOUTS[layout], steps=5)
-    expected, found = run(base), run(replace(base, poison=poison))
+    expected = run(base)
+    for poison in ("loss", "norm"):
+        assert_refused(run(replace(base, poison=poison)), expected)
+
+
+def assert_refused(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for rank, (own, other) in enumerate(zip(found, expected, strict=True)):
         assert own["traces"] == [], rank
         assert not math.isfinite(own["norm"][REFUSED]), rank
