@@ -45,6 +45,7 @@ from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT, rotary_angles, sinusoid
 from mdlm_scale.model.init import Fill, init_range
 from mdlm_scale.model.sizes import sizes
+from mdlm_scale.parallel.engine import Parts
 from mdlm_scale.parallel.plain import PlainEngine
 from mdlm_scale.run.build import DTYPES
 from mdlm_scale.run.ema import Ema
@@ -130,7 +131,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     setting = make_setting(args)
     model, device, dtype, batch = setting.model, setting.device, setting.dtype, setting.batch
     make_optimizer = partial(kernels.adamw, config=OptimizerConfig(), device=device)
-    engine = PlainEngine(model, initial, make_optimizer, max_norm=1.0, device=device, dtype=dtype)
+    engine = PlainEngine(Parts(model, initial, make_optimizer, max_norm=1.0, device=device, dtype=dtype))
     ema = Ema(engine, 0.9999)
     with torch.no_grad():
         hidden_BLD = model.hidden(batch.z_BL, batch.sigma_B, None)

@@ -31,7 +31,7 @@ from mdlm_scale.errors import ConfigError
 from mdlm_scale.kernels import HALF, set_adam_step
 from mdlm_scale.layout import Layout
 from mdlm_scale.parallel import zero_json
-from mdlm_scale.parallel.engine import InitRange, Judge, MakeOptimizer, Shard, Update, swap
+from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update, swap
 from mdlm_scale.parallel.plain import PlainEngine
 
 KNOWN_VERSION = "0.19.8"
@@ -54,25 +54,14 @@ NAMES = {
 class Zero0Engine(PlainEngine):
     """Every rank holds the whole model; DeepSpeed runs the passes and sums the gradients over the ranks."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        init_range: InitRange,
-        make_optimizer: MakeOptimizer,
-        max_norm: float,
-        device: torch.device,
-        dtype: torch.dtype,
-        config: ParallelConfig,
-        batch: BatchConfig,
-        layout: Layout,
-    ) -> None:
-        super().__init__(model, init_range, make_optimizer, max_norm, device, dtype)
+    def __init__(self, parts: Parts, config: ParallelConfig, batch: BatchConfig, layout: Layout) -> None:
+        super().__init__(parts)
         _start_deepspeed()
         # DeepSpeed is not told of half precision: it would keep masters of its own, and add up in half precision
         written = zero_json.settings(
-            config, batch, layout, Precision.float32, max_norm=0.0, num_parameters=_num_parameters(model)
+            config, batch, layout, Precision.float32, max_norm=0.0, num_parameters=_num_parameters(parts.model)
         )
-        self.engine, _ = _initialize(model, self.masters.optimizer, written)
+        self.engine, _ = _initialize(parts.model, self.masters.optimizer, written)
         _check_names(self.engine)
         self.model = self.engine
 
@@ -90,42 +79,31 @@ class Zero0Engine(PlainEngine):
 class ZeroEngine:
     """Stages 1 to 3."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        init_range: InitRange,
-        make_optimizer: MakeOptimizer,
-        max_norm: float,
-        device: torch.device,
-        dtype: torch.dtype,
-        config: ParallelConfig,
-        batch: BatchConfig,
-        layout: Layout,
-    ) -> None:
-        """`model` is on the meta device. From stage 3 on no rank ever holds all of it."""
+    def __init__(self, parts: Parts, config: ParallelConfig, batch: BatchConfig, layout: Layout) -> None:
+        """At stage 3 no rank ever holds the whole model."""
         _start_deepspeed()
-        self.device = device
+        model = parts.model.to(parts.dtype)
+        self.device = parts.device
         self.stage = config.zero_stage
         # stage 3 only averages; at the other stages gradients are summed by a setting
         self.loss_scale = layout.dp_size if self.stage == 3 else 1
-        precision = Precision.bf16 if dtype in HALF else Precision.float32
-        written = zero_json.settings(config, batch, layout, precision, max_norm, _num_parameters(model))
-        model.to(dtype)
+        precision = Precision.bf16 if parts.dtype in HALF else Precision.float32
+        written = zero_json.settings(config, batch, layout, precision, parts.max_norm, _num_parameters(model))
         if self.stage == 3:
-            _partition(model, written, device)
+            _partition(model, written, self.device)
             blocks: Any = model.blocks
             deepspeed.utils.set_z3_leaf_modules(model, [type(blocks[0])])  # a block is gathered at once, as by FSDP
         else:
-            model.to_empty(device=device)
+            model.to_empty(device=self.device)
         self.weights: dict[str, Any] = dict(model.named_parameters())  # with DeepSpeed's attributes
-        optimizer = make_optimizer(list(self.weights.values()))
+        optimizer = parts.make_optimizer(list(self.weights.values()))
         self.engine, self.optimizer = _initialize(model, optimizer, written)
         _check_names(self.engine, self.optimizer)
         _check_names(*self.weights.values(), names=("ds_shape", "ds_numel") if self.stage == 3 else ("_hp_mapping",))
         self._shards = self._make_shards(layout)
         with torch.no_grad():
             for name, shard in self._shards.items():
-                shard.master.copy_(init_range(name, shard.start, shard.master.numel()))
+                shard.master.copy_(parts.init_range(name, shard.start, shard.master.numel()))
         self._push()
 
     def forward(self, batch: Batch) -> Tensor:

@@ -8,13 +8,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mdlm_scale.diffusion.corrupt import Batch
 
 InitRange = Callable[[str, int, int], Tensor]  # (parameter name, start, number of elements) -> float64
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 Judge = Callable[[float], bool]  # of the global gradient norm; every rank comes to the same verdict
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What every engine is built of."""
+
+    model: nn.Module  # on the meta device; the engine makes the weights, or its part of them
+    init_range: InitRange
+    make_optimizer: MakeOptimizer
+    max_norm: float  # of the gradients, after clipping
+    device: torch.device
+    dtype: torch.dtype  # of weights and matrix products; masters are at least float32
 
 
 @dataclass(frozen=True)

@@ -25,40 +25,28 @@ from mdlm_scale.config import ParallelConfig
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.kernels import HALF
 from mdlm_scale.layout import Layout
-from mdlm_scale.parallel.engine import InitRange, Judge, MakeOptimizer, Shard, Update
+from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update
 from mdlm_scale.parallel.groups import Groups
 from mdlm_scale.parallel.masters import Masters
 
 
 class FsdpEngine:
-    def __init__(
-        self,
-        model: nn.Module,
-        init_range: InitRange,
-        make_optimizer: MakeOptimizer,
-        max_norm: float,
-        device: torch.device,
-        dtype: torch.dtype,
-        config: ParallelConfig,
-        layout: Layout,
-        groups: Groups,
-    ) -> None:
-        """`model` is on the meta device, with its blocks in `model.blocks`; only this rank's shards are made."""
-        self.device = device
-        self.model = model.to(torch.float32 if dtype in HALF else dtype)
-        _shard(self.model, _mesh(device, layout), config, dtype)
-        self.model.to_empty(device="cpu" if config.cpu_offload else device)
+    def __init__(self, parts: Parts, config: ParallelConfig, layout: Layout, groups: Groups) -> None:
+        """Only this rank's shards are made."""
+        self.device = parts.device
+        self.model = parts.model.to(torch.float32 if parts.dtype in HALF else parts.dtype)
+        _shard(self.model, _mesh(self.device, layout), config, parts.dtype)
+        self.model.to_empty(device="cpu" if config.cpu_offload else self.device)
         self.weights: dict[str, DTensor] = dict(self.model.named_parameters())  # type: ignore[arg-type]
         locals_ = {name: weight.to_local().detach() for name, weight in self.weights.items()}
         starts = {name: _start(weight, layout) for name, weight in self.weights.items()}
         for name, local in locals_.items():
-            local.view(-1).copy_(init_range(name, starts[name], local.numel()))
+            local.view(-1).copy_(parts.init_range(name, starts[name], local.numel()))
         self.masters = Masters(
             locals_,
             starts,
             {name: weight.shape for name, weight in self.weights.items()},
-            make_optimizer,
-            max_norm,
+            parts,
             # every replica holds all squares: summed over all ranks they are counted `replicate_size` times
             sum_shards=lambda squares: groups.sum([squares])[0] / layout.replicate_size,
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mdlm_scale.kernels import set_adam_step
-from mdlm_scale.parallel.engine import Judge, MakeOptimizer, Shard, Update, clip_scale, swap
+from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update, clip_scale, swap
 
 
 class Masters:
@@ -19,16 +19,15 @@ class Masters:
         tensors: dict[str, Tensor],
         starts: dict[str, int],
         shapes: dict[str, torch.Size],
-        make_optimizer: MakeOptimizer,
-        max_norm: float,
+        parts: Parts,
         sum_shards: Callable[[float], float],
     ) -> None:
         """`tensors` by parameter name, each from `starts` on in the tensor of `shapes`; `sum_shards` adds up a number
         over the ranks that hold the other shards."""
         self.tensors = tensors
-        self.max_norm = max_norm
+        self.max_norm = parts.max_norm
         self.sum_shards = sum_shards
-        self.optimizer = make_optimizer(list(tensors.values()))
+        self.optimizer = parts.make_optimizer(list(tensors.values()))
         self.set_updates(0)
         moments = self.optimizer.state
         self.shards = {

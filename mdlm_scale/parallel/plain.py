@@ -7,37 +7,27 @@ are added up in float32; otherwise weights and masters are the same tensors.
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.kernels import HALF
-from mdlm_scale.parallel.engine import InitRange, Judge, MakeOptimizer, Shard, Update
+from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update
 from mdlm_scale.parallel.masters import Masters
 
 
 class PlainEngine:
-    def __init__(
-        self,
-        model: nn.Module,
-        init_range: InitRange,
-        make_optimizer: MakeOptimizer,
-        max_norm: float,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        """`model` is on the meta device; its weights are made here."""
-        self.model: Callable[[Batch], tuple[Tensor, Tensor]] = model.to(dtype).to_empty(device=device)
-        self.device = device
+    def __init__(self, parts: Parts) -> None:
+        model = parts.model.to(parts.dtype).to_empty(device=parts.device)
+        self.model: Callable[[Batch], tuple[Tensor, Tensor]] = model
+        self.device = parts.device
         self.weights = dict(model.named_parameters())
         masters: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, weight in self.weights.items():
-                masters[name] = torch.empty_like(weight, dtype=torch.float32) if dtype in HALF else weight
-                masters[name].copy_(init_range(name, 0, weight.numel()).view(weight.shape))
+                masters[name] = torch.empty_like(weight, dtype=torch.float32) if parts.dtype in HALF else weight
+                masters[name].copy_(parts.init_range(name, 0, weight.numel()).view(weight.shape))
         shapes = {name: weight.shape for name, weight in self.weights.items()}
-        self.masters = Masters(
-            masters, dict.fromkeys(masters, 0), shapes, make_optimizer, max_norm, sum_shards=lambda whole: whole
-        )
+        self.masters = Masters(masters, dict.fromkeys(masters, 0), shapes, parts, sum_shards=lambda whole: whole)
         self._push()
 
     def forward(self, batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ from mdlm_scale import kernels
 from mdlm_scale.config import Config, EngineName, ParallelConfig, Precision
 from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT
-from mdlm_scale.parallel.engine import Engine, InitRange
+from mdlm_scale.parallel.engine import Engine, InitRange, Parts
 from mdlm_scale.parallel.groups import Groups, World
 from mdlm_scale.parallel.plain import PlainEngine
 
@@ -68,16 +68,16 @@ def build_engine(
     parallel = config.parallel
     dtype = DTYPES[config.train.precision]
     make_optimizer = partial(kernels.adamw, config=config.optimizer, device=device, sharded=is_sharded(parallel))
-    parts = (model, init_range, make_optimizer, config.optimizer.max_grad_norm, device, dtype)
+    parts = Parts(model, init_range, make_optimizer, config.optimizer.max_grad_norm, device, dtype)
     if parallel.engine is EngineName.plain:
-        return PlainEngine(*parts)
+        return PlainEngine(parts)
     if parallel.engine is EngineName.fsdp:
         from mdlm_scale.parallel.fsdp import FsdpEngine
 
-        return FsdpEngine(*parts, parallel, layout, groups)
+        return FsdpEngine(parts, parallel, layout, groups)
     from mdlm_scale.parallel.deepspeed import Zero0Engine, ZeroEngine  # seconds to import
 
-    return (ZeroEngine if parallel.zero_stage else Zero0Engine)(*parts, parallel, config.batch, layout)
+    return (ZeroEngine if parallel.zero_stage else Zero0Engine)(parts, parallel, config.batch, layout)
 
 
 def is_sharded(parallel: ParallelConfig) -> bool:

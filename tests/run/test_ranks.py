@@ -249,6 +249,33 @@ def test_ranks_with_other_settings_are_refused(by_hand: ByHand, tmp_path: Path, 
     assert not run.exists()
 
 
+def test_ranks_with_other_code_are_refused(tmp_path: Path, corpus: Path) -> None:
+    """As on a node whose checkout is older: one line of one file is enough."""
+    shutil.copytree(
+        ROOT / "mdlm_scale", tmp_path / "older" / "mdlm_scale", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    with (tmp_path / "older" / "mdlm_scale" / "run" / "loop.py").open("a") as file:
+        file.write("# a line\n")
+    port = str(free_port())
+    command = [sys.executable, "-m", "mdlm_scale.train", *arguments(tmp_path / "run", corpus, "parallel.engine=fsdp")]
+    ranks = [
+        subprocess.Popen(
+            command, cwd=cwd, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
+                              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        )
+        for rank, cwd in enumerate((ROOT, tmp_path / "older"))
+    ]  # fmt: skip
+    try:
+        told = "".join(rank.communicate(timeout=SECONDS)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [2, 2], told
+    assert "The ranks differ: code of mdlm_scale is '" in told
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("options", [[], ["--check"]], ids=["train", "check"])
 def test_text_that_one_rank_does_not_see(by_hand: ByHand, tmp_path: Path, corpus: Path, options: list[str]) -> None:
     """As on a node where a folder is not mounted: found before anything is written."""
