@@ -318,12 +318,13 @@ def _is_bf16_optimizer(optimizer: Any) -> bool:
 
 def _check_names(*objects: Any, names: tuple[str, ...] | None = None) -> None:
     """One clear error if this DeepSpeed lacks a private name that is needed; by default those of NAMES."""
-    missing = {
-        f"{type(thing).__name__}.{name}": None
-        for thing in objects
-        for name in names or NAMES.get(type(thing).__name__, ("(a class unknown here)",))
-        if not hasattr(thing, name)
-    }
+    missing: dict[str, None] = {}  # in order, each once
+    for thing in objects:
+        kind = type(thing).__name__
+        needed = names or NAMES.get(kind)
+        if needed is None:
+            missing[f"known class in the place of {kind}"] = None
+        missing |= {f"{kind}.{name}": None for name in needed or () if not hasattr(thing, name)}
     if missing:
         raise ConfigError(
             f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}, which mdlm_scale needs. Version "
