@@ -37,6 +37,7 @@ from bench_masked_ce import in_own_process, seconds_of
 from bench_step import initial
 from parity.ranks import run_ranks
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from mdlm_scale import kernels
@@ -288,7 +289,7 @@ def live_bytes() -> int:
             found.append(tensor.grad)
         if isinstance(tensor, DTensor):
             found.append(tensor._local_tensor)  # it has no storage itself
-        elif tensor.device.type != "meta":
+        elif tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):  # torch.compile leaves fakes behind
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -253,10 +253,10 @@ class _Replaced:
         delattr(self.owner, self.name)  # the class's own shows again
 
 
-def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision: Precision) -> list[str]:
-    """What is wrong with the deepspeed engine's settings."""
+def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout | None, precision: Precision) -> list[str]:
+    """What is wrong with the deepspeed engine's settings; without a layout, only what does not depend on it."""
     found = zero_json.faults(config, batch, layout, precision)
-    if config.zero_stage not in range(4):
+    if layout is None or config.zero_stage not in range(4):
         return found
     try:
         DeepSpeedZeroConfig(**{"stage": config.zero_stage} | config.deepspeed.get("zero_optimization", {}))

@@ -166,8 +166,11 @@ class Groups:
     def _fail(self, error: BaseException | None) -> None:
         """Tell the others, unless one of them failed before: then this error is only its consequence."""
         assert self.store is not None
-        is_user_error = isinstance(error, UserError)
-        message = str(error) if is_user_error else f"{type(error).__name__}: {str(error).partition(_LINE_END)[0]}"
+        message = str(error)
+        if is_lost := _is_lost_connection(error):
+            message = "a rank is gone without a word: it was killed, or its machine or network was lost"
+        elif not isinstance(error, UserError):
+            message = f"{type(error).__name__}: {message.partition(_LINE_END)[0]}"
         own = Failure(self.ranks.rank, getattr(error, "exit_code", EXIT_FAILURE), message)
         try:
             if isinstance(error, RuntimeError):  # perhaps of a collective, because a peer is gone: its word is coming
@@ -178,6 +181,8 @@ class Groups:
                 _wait_until(lambda: self.store.add("ended", 0) >= self.ranks.size, GRACE_SECONDS)
         except RuntimeError:  # the store went with rank 0
             first = self.failure or Failure(0, EXIT_FAILURE, f"the connection to it was lost ({message})")
+        if is_lost and first.message == message:  # nobody knows more
+            raise TrainingError(f"Here {message}. The same command goes on from the last checkpoint.") from None
         if first.rank == self.ranks.rank:
             return
         if first.message == message:  # the same mistake, told by one rank
@@ -254,6 +259,11 @@ def _meet(ranks: World, seconds: float) -> tuple[dist.Store, dist.Store]:
             f"{seconds:.0f} s: {str(error).partition(_LINE_END)[0]}"
         ) from error
     return first, second
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    """Whether a collective failed because of a peer, in the words of gloo or NCCL."""
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo/transport" in str(error)
 
 
 def _wait_until(condition: Any, seconds: float) -> bool:

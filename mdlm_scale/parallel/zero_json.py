@@ -62,13 +62,15 @@ def ours(
     return told
 
 
-def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout, precision: Precision) -> list[str]:
-    """What of the user's settings cannot be passed on."""
+def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout | None, precision: Precision) -> list[str]:
+    """What of the user's settings cannot be passed on; without a layout, only what does not depend on it."""
     if config.zero_stage not in range(4):
         return [f"parallel.zero_stage={config.zero_stage} must be 0, 1, 2 or 3."]
     found = []
     if precision is Precision.float64:
         found.append("train.precision=float64 is not for parallel.engine=deepspeed, whose master weights are float32.")
+    if layout is None:
+        return found
     passed_on = ", ".join(PASSED_ON)
     key, told = "parallel.deepspeed", ours(config, batch, layout, precision, max_norm=1.0)
     decided = [name for name in ("gradient_clipping",) if name in config.deepspeed]

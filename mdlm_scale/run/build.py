@@ -85,11 +85,12 @@ def is_sharded(parallel: ParallelConfig) -> bool:
     return parallel.engine is EngineName.fsdp or (parallel.engine is EngineName.deepspeed and parallel.zero_stage > 0)
 
 
-def faults(config: Config, layout: Layout) -> list[str]:
-    """What is wrong with the engine's settings; the layout is known to be right."""
+def faults(config: Config, layout: Layout | None) -> list[str]:
+    """What is wrong with the engine's settings; what depends on the layout is left out if that is wrong itself."""
     parallel = config.parallel
+    other = f"{parallel.engine}{' (auto in one process)' if parallel.engine is EngineName.plain else ''}"
     found = [
-        f"parallel.{name}={getattr(parallel, name)} is a setting of parallel.engine={owner}, not of {parallel.engine}."
+        f"parallel.{name}={getattr(parallel, name)} is a setting of parallel.engine={owner}, not of {other}."
         for name, owner in _OF_ONE_ENGINE.items()
         if owner is not parallel.engine and getattr(parallel, name) != _default(name)
     ]

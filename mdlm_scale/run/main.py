@@ -86,10 +86,8 @@ def faults(config: Config, ranks: World) -> list[str]:
     found += source_module.faults(config.data)
     found += dit.faults(config.model)
     found += schedule.faults(config.diffusion, config.model.time_conditioning)
-    if laid_out := layout.faults(config.parallel, config.batch, ranks.size):
-        found += laid_out
-    else:
-        found += build.faults(config, build.layout_of(config, ranks))
+    laid_out = layout.faults(config.parallel, config.batch, ranks.size)
+    found += laid_out + build.faults(config, None if laid_out else build.layout_of(config, ranks))
     found += optimizer.faults(config.optimizer, config.ema)
     found += evaluate.faults(config.evaluate)
     found += guard.faults(config.guard)
@@ -151,9 +149,9 @@ def _print_plan(config: Config, data: Data, own_layout: Layout) -> None:
     weight_bytes = build.DTYPES[config.train.precision].itemsize
     state = size.state_bytes(config.parallel, own_layout.shard_size, weight_bytes)
     print(f"# train: {data.train.describe()}; validation: {data.validation.describe()}")
-    print(f"# {own_layout.describe()}; engine {config.parallel.engine}")
-    parts = ", ".join(f"{part} {number / 1e6:,.0f}" for part, number in state.items() if number)
-    print(f"# {size.num_parameters:,} parameters; {sum(state.values()) / 1e6:,.0f} MB of state a rank: {parts}")
+    print(f"# {own_layout.describe()}; engine {_engine_text(config)}")
+    parts = ", ".join(f"{part} {number / 1e6:,.1f}" for part, number in state.items() if number)
+    print(f"# {size.num_parameters:,} parameters; {sum(state.values()) / 1e6:,.1f} MB of state a rank: {parts}")
 
 
 def _resume_point(config: Config) -> Path | None:
@@ -256,6 +254,11 @@ def _compare_data(path: Path, data: Data) -> list[str]:
     return ["data.validation changed: evaluations before and after this step do not compare"] if differing else []
 
 
+def _engine_text(config: Config) -> str:
+    stage = f" stage {config.parallel.zero_stage}" if config.parallel.engine is EngineName.deepspeed else ""
+    return f"{config.parallel.engine}{stage}"
+
+
 def _announce(
     config: Config, data: Data, size: Sizes, device: torch.device, own_layout: Layout, resume_from: Path | None
 ) -> None:
@@ -264,8 +267,7 @@ def _announce(
         f"run {config.run.dir}: {'resuming ' + resume_from.name if resume_from else 'new'}, seed {config.run.seed}"
     )
     log.info(f"train {data.train.describe()}; validation {data.validation.describe()}")
-    stage = f" stage {parallel.zero_stage}" if parallel.engine is EngineName.deepspeed else ""
-    log.info(f"{own_layout.describe()}; engine {parallel.engine}{stage}")
+    log.info(f"{own_layout.describe()}; engine {_engine_text(config)}")
     kernel = kernels.describe(device, build.DTYPES[config.train.precision], build.is_sharded(parallel))
     log.info(
         f"model {size.num_parameters:,} parameters, V {data.tokenizer.vocab_size}, mask id {data.tokenizer.mask_id}; "

@@ -53,6 +53,13 @@ def test_all_faults_at_once(train_run: Train, capsys: pytest.CaptureFixture[str]
     assert all(key in message for key in ("4 faults", "num_heads", "t_min", "optimizer.lr", "global_batch_size"))
 
 
+def test_faults_of_layout_and_engine_at_once(train_run: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["parallel.engine=deepspeed", "parallel.zero_stage=5", "batch.global_batch_size=10"]
+    assert train_run(*overrides, "train.precision=float32") == 2
+    message = capsys.readouterr().err
+    assert all(text in message for text in ("2 faults", "zero_stage=5 must be", "global_batch_size=10 is not"))
+
+
 def test_missing_config_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--config", "configs/nothing.yaml"]) == 2
     assert "There is no config file 'configs/nothing.yaml'" in capsys.readouterr().err
