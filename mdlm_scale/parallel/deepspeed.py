@@ -33,8 +33,7 @@ from mdlm_scale.layout import Layout
 from mdlm_scale.parallel import zero_json
 from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update, swap
 from mdlm_scale.parallel.plain import PlainEngine
-
-KNOWN_VERSION = "0.19.8"
+from mdlm_scale.parallel.zero_json import KNOWN_VERSION
 
 # what is used of DeepSpeed beyond its documentation, by class
 NAMES = {

@@ -8,6 +8,8 @@ from typing import Any
 from mdlm_scale.config import BatchConfig, ParallelConfig, Precision
 from mdlm_scale.layout import Layout
 
+KNOWN_VERSION = "0.19.8"  # of DeepSpeed: its private names are there
+
 # sections of DeepSpeed's JSON that are passed on, and what of `zero_optimization` is not
 PASSED_ON = (
     "zero_optimization", "aio", "comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown",

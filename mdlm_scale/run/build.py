@@ -12,6 +12,7 @@ from mdlm_scale.model.dit import DiT
 from mdlm_scale.parallel.engine import Engine, InitRange, Parts
 from mdlm_scale.parallel.groups import Groups, World
 from mdlm_scale.parallel.plain import PlainEngine
+from mdlm_scale.parallel.zero_json import KNOWN_VERSION
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.float32: torch.float32, Precision.float64: torch.float64}
 
@@ -105,7 +106,7 @@ def faults(config: Config, layout: Layout | None) -> list[str]:
             return [
                 *found,
                 f"parallel.engine=deepspeed needs DeepSpeed, which cannot be imported ({error}). Install it: "
-                f"DS_BUILD_OPS=0 pip install deepspeed==0.19.8; or choose parallel.engine=fsdp.",
+                f"DS_BUILD_OPS=0 pip install deepspeed=={KNOWN_VERSION}; or choose parallel.engine=fsdp.",
             ]
         found += deepspeed.faults(parallel, config.batch, layout, config.train.precision)
     return found
