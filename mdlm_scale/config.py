@@ -148,7 +148,8 @@ class EmaConfig:
 class ParallelConfig:
     # who holds weights, gradients and optimizer: `plain` in one process, `deepspeed` or `fsdp` in any number of them
     engine: EngineName = EngineName.auto  # `auto` is plain in one process, deepspeed in several
-    tp_size: int = 1  # ranks that share each weight matrix
+    tp_size: int = 1  # ranks that share each weight matrix; they should be on one machine
+    sequence_parallel: bool = False  # with tp_size > 1: norms, dropout and residuals on a slice of the positions
     zero_stage: int = 1  # deepspeed: 0 shards nothing, 1 the optimizer, 2 also the gradients, 3 also the weights
     deepspeed: dict[str, Any] = field(default_factory=dict)  # deepspeed: more of its JSON, e.g. offload, buckets
     replicate_size: int = 1  # fsdp: replicas of the model (HSDP); the other data-parallel ranks shard each of them

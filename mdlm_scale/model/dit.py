@@ -90,6 +90,7 @@ class Block(nn.Module):
         width = config.hidden_size
         self.num_heads = config.num_heads
         self.dropout = config.dropout
+        self.position_slice = 0  # which of equally long slices of the positions is here
         self.norm1 = Norm(width)
         self.qkv = Linear(width, 3 * width, bias=False)  # rows ordered (head, [q, k, v], head width)
         self.attn_out = Linear(width, width, bias=False)
@@ -117,7 +118,8 @@ class Block(nn.Module):
         y_BLD = at_least_fp32(y_BLD)
         if keys is None:
             return y_BLD
-        position_L = torch.arange(y_BLD.shape[1], dtype=torch.int32, device=y_BLD.device)
+        length = y_BLD.shape[1]
+        position_L = torch.arange(length, dtype=torch.int32, device=y_BLD.device) + self.position_slice * length
         is_dropped_BLD = is_dropped(keys[site], position_L, y_BLD.shape[2], self.dropout)
         return y_BLD.masked_fill(is_dropped_BLD, 0.0)
 

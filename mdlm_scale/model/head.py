@@ -54,6 +54,7 @@ class Head(nn.Module):
         )
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
+        assert self.shard is WHOLE, "logits are of the whole vocabulary, and here is a part of it"
         return F.linear(hidden_MD.to(self.weight.dtype), self.weight, self.bias)
 
 

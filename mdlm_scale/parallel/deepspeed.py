@@ -12,6 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from mdlm_scale.kernels import HALF, set_adam_step
 from mdlm_scale.layout import Layout
 from mdlm_scale.parallel import zero_json
 from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update, swap
+from mdlm_scale.parallel.groups import Groups, Over
 from mdlm_scale.parallel.plain import PlainEngine
 from mdlm_scale.parallel.zero_json import KNOWN_VERSION
 
@@ -53,22 +55,25 @@ NAMES = {
 class Zero0Engine(PlainEngine):
     """Every rank holds the whole model; DeepSpeed runs the passes and sums the gradients over the ranks."""
 
-    def __init__(self, parts: Parts, config: ParallelConfig, batch: BatchConfig, layout: Layout) -> None:
-        super().__init__(parts)
+    def __init__(
+        self, parts: Parts, config: ParallelConfig, batch: BatchConfig, layout: Layout, groups: Groups
+    ) -> None:
+        super().__init__(parts, sum_ranks=lambda squares: groups.sum([squares], over=Over.tp)[0])
         _start_deepspeed()
         # DeepSpeed is not told of half precision: it would keep masters of its own, and add up in half precision
         written = zero_json.settings(
             config, batch, layout, Precision.float32, max_norm=0.0, num_parameters=_num_parameters(parts.model)
         )
-        self.engine, _ = _initialize(parts.model, self.masters.optimizer, written)
+        self.engine, _ = _initialize(parts.model, self.masters.optimizer, written, groups)
         _check_names(self.engine)
         self.model = self.engine
 
     def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
         with self.engine.no_sync():
             nlls = super().forward_backward(batches, denominator)
-        gradients = [g for master in self.masters.tensors.values() if (g := master.grad) is not None]
-        self.engine.buffered_allreduce_fallback(grads=gradients)
+        gradients = self.masters.gradients()
+        self.cut.sum_partial(gradients)
+        self.engine.buffered_allreduce_fallback(grads=list(gradients.values()))
         return nlls
 
     def _backward(self, loss: Tensor) -> None:
@@ -78,25 +83,30 @@ class Zero0Engine(PlainEngine):
 class ZeroEngine:
     """Stages 1 to 3."""
 
-    def __init__(self, parts: Parts, config: ParallelConfig, batch: BatchConfig, layout: Layout) -> None:
+    def __init__(
+        self, parts: Parts, config: ParallelConfig, batch: BatchConfig, layout: Layout, groups: Groups
+    ) -> None:
         """At stage 3 no rank ever holds the whole model."""
         _start_deepspeed()
         model = parts.model.to(parts.dtype)
-        self.device = parts.device
+        self.device, self.cut = parts.device, parts.cut
         self.stage = config.zero_stage
         # stage 3 only averages; at the other stages gradients are summed by a setting
         self.loss_scale = layout.dp_size if self.stage == 3 else 1
         precision = Precision.bf16 if parts.dtype in HALF else Precision.float32
         written = zero_json.settings(config, batch, layout, precision, parts.max_norm, _num_parameters(model))
         if self.stage == 3:
-            _partition(model, written, self.device)
+            _partition(model, written, self.device, groups)
             blocks: Any = model.blocks
             deepspeed.utils.set_z3_leaf_modules(model, [type(blocks[0])])  # a block is gathered at once, as by FSDP
         else:
             model.to_empty(device=self.device)
         self.weights: dict[str, Any] = dict(model.named_parameters())  # with DeepSpeed's attributes
+        for name, weight in self.weights.items():
+            weight.tensor_model_parallel = self.cut.places[name].is_cut  # else its norm is counted on one rank alone
+        self.cut.sum_partial_in_backward(self.weights)
         optimizer = parts.make_optimizer(list(self.weights.values()))
-        self.engine, self.optimizer = _initialize(model, optimizer, written)
+        self.engine, self.optimizer = _initialize(model, optimizer, written, groups)
         _check_names(self.engine, self.optimizer)
         _check_names(*self.weights.values(), names=("ds_shape", "ds_numel") if self.stage == 3 else ("_hp_mapping",))
         self._shards = self._make_shards(layout)
@@ -161,12 +171,12 @@ class ZeroEngine:
     def full_gradient(self, name: str) -> Tensor:
         gradient = safe_get_full_grad(self.weights[name])
         assert gradient is not None, f"{name} has no gradient: read it between forward_backward and step"
-        return gradient
+        return self.cut.joined(name, gradient)
 
     def full_parameter(self, name: str) -> Tensor:
         weight = self.weights[name]
         with deepspeed.zero.GatheredParameters([weight], enabled=self.stage == 3):
-            return weight.detach().clone()
+            return self.cut.joined(name, weight.detach().clone())
 
     def _flats(self) -> list[Tensor]:
         """What Adam updates: this rank's flat partitions."""
@@ -183,16 +193,15 @@ class ZeroEngine:
             if self.stage == 3:
                 moments = [safe_get_local_optimizer_state(weight, key) for key in ("exp_avg", "exp_avg_sq")]
                 parts = [part.detach().view(-1) for part in (safe_get_local_fp32_param(weight), *moments)]
-                start, shape = layout.dp_rank * len(parts[0]), weight.ds_shape
+                start = layout.dp_rank * len(parts[0])
                 here = max(0, min(len(parts[0]), weight.ds_numel - start))  # the rest of the last part is padding
                 master, exp_avg, exp_avg_sq = (part[:here] for part in parts)
-                shards[name] = Shard(master, exp_avg, exp_avg_sq, start, shape)
+                shards[name] = Shard(master, exp_avg, exp_avg_sq, start, self.cut.places[name])
             elif (mapping := weight._hp_mapping) is not None:
                 moments = mapping.optim_fragment
                 start = mapping.lp_fragment_address.start
-                shards[name] = Shard(
-                    mapping.hp_fragment.detach(), moments["exp_avg"], moments["exp_avg_sq"], start, weight.shape
-                )
+                master = mapping.hp_fragment.detach()
+                shards[name] = Shard(master, moments["exp_avg"], moments["exp_avg_sq"], start, self.cut.places[name])
         return shards
 
     def _push(self) -> None:
@@ -280,9 +289,23 @@ def _start_deepspeed() -> None:
     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
 
 
-def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, written: dict[str, Any]) -> tuple[Any, Any]:
+def _mpu(groups: Groups) -> SimpleNamespace | None:
+    """What DeepSpeed asks about groups; without it, it silently takes tensor-parallel ranks for data-parallel ones."""
+    answers: dict[str, Any] = {}
+    for kind, group in {"model": groups.tp, "tensor_model": groups.tp, "data": groups.dp}.items():
+        if group is None:
+            return None
+        answers[f"get_{kind}_parallel_group"] = lambda group=group: group
+        answers[f"get_{kind}_parallel_rank"] = group.rank
+        answers[f"get_{kind}_parallel_world_size"] = group.size
+    return SimpleNamespace(**answers)
+
+
+def _initialize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, written: dict[str, Any], groups: Groups
+) -> tuple[Any, Any]:
     try:
-        engine, wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=written)
+        engine, wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=written, mpu=_mpu(groups))
     except ValidationError as error:
         raise ConfigError(f"parallel.deepspeed is refused by DeepSpeed {deepspeed.__version__}: {error}") from error
     return engine, wrapped
@@ -293,12 +316,14 @@ def _is_no_overflow(record: logging.LogRecord) -> bool:
     return "OVERFLOW" not in record.getMessage()
 
 
-def _partition(model: nn.Module, written: dict[str, Any], device: torch.device) -> None:
+def _partition(model: nn.Module, written: dict[str, Any], device: torch.device, groups: Groups) -> None:
     """Make the weights one module at a time, each cut to this rank's part before the next is made."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.to_empty(device=device, recurse=False)
-            deepspeed.zero.Init(module=module, config_dict_or_path=written)
+            deepspeed.zero.Init(
+                module=module, config_dict_or_path=written, data_parallel_group=groups.dp, mpu=_mpu(groups)
+            )
 
 
 def _num_parameters(model: nn.Module) -> int:

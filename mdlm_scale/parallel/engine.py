@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mdlm_scale.diffusion.corrupt import Batch
+from mdlm_scale.parallel.cut import Cut, InitRange, Place
 
-InitRange = Callable[[str, int, int], Tensor]  # (parameter name, start, number of elements) -> float64
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 Judge = Callable[[float], bool]  # of the global gradient norm; every rank comes to the same verdict
 
@@ -22,7 +22,8 @@ class Parts:
     """What every engine is built of."""
 
     model: nn.Module  # on the meta device; the engine makes the weights, or its part of them
-    init_range: InitRange
+    cut: Cut  # how tensor-parallel ranks share it
+    init_range: InitRange  # of this rank's part
     make_optimizer: MakeOptimizer
     max_norm: float  # of the gradients, after clipping
     device: torch.device
@@ -37,8 +38,7 @@ class Shard:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     start: int  # of the range, in the row-major tensor of this tensor-parallel rank
-    shape: torch.Size  # of that tensor
-    tp_dim: int | None = None  # the dimension that tensor parallelism cuts
+    place: Place  # of that tensor in the whole parameter
 
 
 @dataclass(frozen=True)

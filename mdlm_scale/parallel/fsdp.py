@@ -26,14 +26,14 @@ from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.kernels import HALF
 from mdlm_scale.layout import Layout
 from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update
-from mdlm_scale.parallel.groups import Groups
+from mdlm_scale.parallel.groups import Groups, Over
 from mdlm_scale.parallel.masters import Masters
 
 
 class FsdpEngine:
     def __init__(self, parts: Parts, config: ParallelConfig, layout: Layout, groups: Groups) -> None:
         """Only this rank's shards are made."""
-        self.device = parts.device
+        self.device, self.cut = parts.device, parts.cut
         self.model = parts.model.to(torch.float32 if parts.dtype in HALF else parts.dtype)
         _shard(self.model, _mesh(self.device, layout), config, parts.dtype)
         self.model.to_empty(device="cpu" if config.cpu_offload else self.device)
@@ -45,10 +45,9 @@ class FsdpEngine:
         self.masters = Masters(
             locals_,
             starts,
-            {name: weight.shape for name, weight in self.weights.items()},
             parts,
-            # every replica holds all squares: summed over all ranks they are counted `replicate_size` times
-            sum_shards=lambda squares: groups.sum([squares])[0] / layout.replicate_size,
+            sum_ranks=lambda squares: groups.sum([squares], over=Over.all)[0],
+            replicas=layout.replicate_size,
         )
 
     def forward(self, batch: Batch) -> Tensor:
@@ -68,6 +67,7 @@ class FsdpEngine:
         for name, weight in self.weights.items():
             gradient: Any = weight.grad
             self.masters.tensors[name].grad = None if gradient is None else gradient.to_local()
+        self.cut.sum_partial(self.masters.gradients())
         return nlls
 
     def step(self, judge: Judge, lr: float) -> Update:
@@ -88,11 +88,11 @@ class FsdpEngine:
     def full_gradient(self, name: str) -> Tensor:
         gradient: Any = self.weights[name].grad
         assert gradient is not None, f"{name} has no gradient: read it between forward_backward and step"
-        return gradient.full_tensor()
+        return self.cut.joined(name, gradient.full_tensor())
 
     def full_parameter(self, name: str) -> Tensor:
         weight: Any = self.weights[name].detach()
-        return weight.full_tensor()
+        return self.cut.joined(name, weight.full_tensor())
 
     def _sharded(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from types import TracebackType
 from typing import Any
 
@@ -74,6 +75,14 @@ def world(environment: Mapping[str, str] = os.environ) -> World:
     return World()
 
 
+class Over(Enum):
+    """Which ranks add up: those that own other slots, those that share this one's matrices, or all."""
+
+    dp = "dp"
+    tp = "tp"
+    all = "all"
+
+
 class Groups:
     """The ranks of a run, as a context: a failure inside ends all of them. With one rank all is the identity."""
 
@@ -82,6 +91,8 @@ class Groups:
         self.ranks = ranks
         self.store: dist.Store | None = None
         self.failure: Failure | None = None  # another rank's, once this one knows
+        self.tp: dist.ProcessGroup | None = None  # the ranks that share matrices with this one, if there are such
+        self.dp: dist.ProcessGroup | None = None  # the ranks with this one's part of them; None is all ranks
         self.ended = threading.Event()
         self.watch: threading.Thread | None = None
         if ranks.size > 1:
@@ -89,7 +100,7 @@ class Groups:
             self.watch = threading.Thread(target=self._watch, args=(watched,), name="watch", daemon=True)
             self.watch.start()
 
-    def open(self, device: torch.device, timeout_minutes: float) -> None:
+    def open(self, device: torch.device, timeout_minutes: float, tp_size: int = 1) -> None:
         """Make the process groups; a collective that others do not join ends after `timeout_minutes`."""
         if dist.is_initialized():
             return
@@ -102,18 +113,24 @@ class Groups:
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
+        if tp_size > 1:
+            size = self.ranks.size
+            neighbours = [list(range(first, first + tp_size)) for first in range(0, size, tp_size)]
+            alike = [list(range(first, size, tp_size)) for first in range(tp_size)]
+            self.tp, _ = dist.new_subgroups_by_enumeration(neighbours)
+            self.dp, _ = dist.new_subgroups_by_enumeration(alike)
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value added up over the data-parallel ranks."""
-        if self.ranks.size == 1:
+    def sum(self, values: Sequence[float], over: Over = Over.dp) -> list[float]:
+        """Each value added up over ranks, by default over those that own other slots."""
+        if self.ranks.size == 1 or (over is Over.tp and self.tp is None):
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group={Over.dp: self.dp, Over.tp: self.tp, Over.all: None}[over])
         return total.tolist()
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; all ranks get the same answer."""
-        return self.sum([float(flag)])[0] > 0
+        return self.sum([float(flag)], over=Over.all)[0] > 0
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank has to say, in the order of ranks, on all of them; plain values (JSON)."""

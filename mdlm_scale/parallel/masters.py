@@ -18,15 +18,16 @@ class Masters:
         self,
         tensors: dict[str, Tensor],
         starts: dict[str, int],
-        shapes: dict[str, torch.Size],
         parts: Parts,
-        sum_shards: Callable[[float], float],
+        sum_ranks: Callable[[float], float],
+        replicas: int = 1,
     ) -> None:
-        """`tensors` by parameter name, each from `starts` on in the tensor of `shapes`; `sum_shards` adds up a number
-        over the ranks that hold the other shards."""
+        """`tensors` by parameter name, each from `starts` on in this rank's part of the parameter; `sum_ranks` adds up
+        a number over ranks that together hold every element of the model, `replicas` times."""
         self.tensors = tensors
         self.max_norm = parts.max_norm
-        self.sum_shards = sum_shards
+        self.sum_ranks = sum_ranks
+        self.copies = {name: replicas * parts.cut.copies(name) for name in tensors}
         self.optimizer = parts.make_optimizer(list(tensors.values()))
         self.set_updates(0)
         moments = self.optimizer.state
@@ -36,16 +37,18 @@ class Masters:
                 exp_avg=moments[tensor]["exp_avg"].view(-1),
                 exp_avg_sq=moments[tensor]["exp_avg_sq"].view(-1),
                 start=starts[name],
-                shape=shapes[name],
+                place=parts.cut.places[name],
             )
             for name, tensor in tensors.items()
         }
 
     def step(self, judge: Judge, lr: float) -> Update:
         """Judge the norm of the tensors' `grad`, clip, update, and let the gradients go."""
-        gradients = [g for tensor in self.tensors.values() if (g := tensor.grad) is not None]
+        by_name = self.gradients()
+        gradients = list(by_name.values())
         norms = torch.stack(torch._foreach_norm(gradients)).double()
-        grad_norm = math.sqrt(self.sum_shards(float(norms.square().sum())))
+        copies = norms.new_tensor([self.copies[name] for name in by_name])
+        grad_norm = math.sqrt(self.sum_ranks(float((norms.square() / copies).sum())))
         applied = judge(grad_norm)
         if applied:
             if (scale := clip_scale(grad_norm, self.max_norm)) < 1:
@@ -56,6 +59,9 @@ class Masters:
         for tensor in self.tensors.values():
             tensor.grad = None
         return Update(grad_norm, applied)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: g for name, tensor in self.tensors.items() if (g := tensor.grad) is not None}
 
     def set_updates(self, updates: int) -> None:
         set_adam_step(self.optimizer, list(self.tensors.values()), updates)

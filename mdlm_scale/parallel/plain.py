@@ -16,18 +16,18 @@ from mdlm_scale.parallel.masters import Masters
 
 
 class PlainEngine:
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, sum_ranks: Callable[[float], float] = lambda whole: whole) -> None:
         model = parts.model.to(parts.dtype).to_empty(device=parts.device)
         self.model: Callable[[Batch], tuple[Tensor, Tensor]] = model
         self.device = parts.device
+        self.cut = parts.cut
         self.weights = dict(model.named_parameters())
         masters: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, weight in self.weights.items():
                 masters[name] = torch.empty_like(weight, dtype=torch.float32) if parts.dtype in HALF else weight
                 masters[name].copy_(parts.init_range(name, 0, weight.numel()).view(weight.shape))
-        shapes = {name: weight.shape for name, weight in self.weights.items()}
-        self.masters = Masters(masters, dict.fromkeys(masters, 0), shapes, parts, sum_shards=lambda whole: whole)
+        self.masters = Masters(masters, dict.fromkeys(masters, 0), parts, sum_ranks)
         self._push()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -63,10 +63,10 @@ class PlainEngine:
     def full_gradient(self, name: str) -> Tensor:
         gradient = self.masters.tensors[name].grad
         assert gradient is not None, f"{name} has no gradient: read it between forward_backward and step"
-        return gradient
+        return self.cut.joined(name, gradient)
 
     def full_parameter(self, name: str) -> Tensor:
-        return self.weights[name].detach()
+        return self.cut.joined(name, self.weights[name].detach())
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()

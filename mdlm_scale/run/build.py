@@ -9,7 +9,8 @@ from mdlm_scale import kernels
 from mdlm_scale.config import Config, EngineName, ParallelConfig, Precision
 from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT
-from mdlm_scale.parallel.engine import Engine, InitRange, Parts
+from mdlm_scale.parallel.cut import Cut, InitRange, Place
+from mdlm_scale.parallel.engine import Engine, Parts
 from mdlm_scale.parallel.groups import Groups, World
 from mdlm_scale.parallel.plain import PlainEngine
 from mdlm_scale.parallel.zero_json import KNOWN_VERSION
@@ -69,7 +70,8 @@ def build_engine(
     parallel = config.parallel
     dtype = DTYPES[config.train.precision]
     make_optimizer = partial(kernels.adamw, config=config.optimizer, device=device, sharded=is_sharded(parallel))
-    parts = Parts(model, init_range, make_optimizer, config.optimizer.max_grad_norm, device, dtype)
+    cut = _cut(config, model, groups)
+    parts = Parts(model, cut, cut.init_range(init_range), make_optimizer, config.optimizer.max_grad_norm, device, dtype)
     if parallel.engine is EngineName.plain:
         return PlainEngine(parts)
     if parallel.engine is EngineName.fsdp:
@@ -78,7 +80,17 @@ def build_engine(
         return FsdpEngine(parts, parallel, layout, groups)
     from mdlm_scale.parallel.deepspeed import Zero0Engine, ZeroEngine  # seconds to import
 
-    return (ZeroEngine if parallel.zero_stage else Zero0Engine)(parts, parallel, config.batch, layout)
+    return (ZeroEngine if parallel.zero_stage else Zero0Engine)(parts, parallel, config.batch, layout, groups)
+
+
+def _cut(config: Config, model: DiT, groups: Groups) -> Cut:
+    """Give each tensor-parallel rank its part of the model."""
+    if config.parallel.tp_size == 1:
+        return Cut({name: Place.everywhere(p.shape) for name, p in model.named_parameters()})
+    from mdlm_scale.parallel import tensor  # seconds to import
+
+    assert groups.tp is not None, f"the process groups were opened without tp_size={config.parallel.tp_size}"
+    return tensor.cut(model, groups.tp, config.parallel.sequence_parallel)
 
 
 def is_sharded(parallel: ParallelConfig) -> bool:
@@ -97,8 +109,18 @@ def faults(config: Config, layout: Layout | None) -> list[str]:
     ]
     if not parallel.timeout_minutes > 0:
         found.append(f"parallel.timeout_minutes={parallel.timeout_minutes} must be above 0.")
+    if parallel.sequence_parallel and parallel.tp_size == 1:
+        found.append("parallel.sequence_parallel is for parallel.tp_size above 1: the ranks that share matrices do it.")
     if parallel.tp_size > 1 and parallel.engine is not EngineName.plain:
-        found.append(f"parallel.tp_size={parallel.tp_size}: this version does not cut the model; it must be 1.")
+        try:
+            from mdlm_scale.parallel import tensor
+        except ImportError as error:
+            found.append(
+                f"parallel.tp_size={parallel.tp_size} needs megatron-core, which cannot be imported ({error}). Install "
+                f"it: pip install megatron-core; or set parallel.tp_size=1."
+            )
+        else:
+            found += tensor.faults(parallel, config.model, config.data)
     if parallel.engine is EngineName.deepspeed:
         try:
             from mdlm_scale.parallel import deepspeed

@@ -9,11 +9,12 @@ here is unpickled.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mdlm_scale import config as config_module
 from mdlm_scale.config import Config
 from mdlm_scale.errors import CheckpointError
 from mdlm_scale.layout import Layout
+from mdlm_scale.parallel.cut import Place
 from mdlm_scale.parallel.engine import Engine, Shard, Update
 from mdlm_scale.parallel.groups import Groups
 from mdlm_scale.run.ema import Ema
@@ -68,9 +70,9 @@ def save(
     if layout.rank == 0:
         for left_over in folder.glob("step-*.tmp"):
             shutil.rmtree(left_over, ignore_errors=True)
-    ranges = groups.gather({key: [part.start, part.flat.numel()] for key, part in parts.items()})
+    ranges = groups.gather({key: part.range() for key, part in parts.items()})
     taken = {(key, *their_range) for theirs in ranges[: layout.rank] for key, their_range in theirs.items()}
-    own = {key: part for key, part in parts.items() if (key, part.start, part.flat.numel()) not in taken}
+    own = {key: part for key, part in parts.items() if (key, *part.range()) not in taken}
     told = groups.gather(_tried(lambda: _write_rank(aside / f"rank-{layout.rank:05d}.safetensors", own)))
 
     def conclude() -> None:
@@ -136,8 +138,8 @@ def restore(path: Path, engine: Engine, ema: Ema) -> State:
     if strange := sorted(set(parts) - set(manifest["tensors"])):
         raise CheckpointError(f"{path} holds other tensors than this model: not {', '.join(strange[:5])}.")
     for key, part in parts.items():
-        whole = read_tensor(path, manifest, key)
-        part.flat.copy_(whole.view(-1)[part.start : part.start + part.flat.numel()])
+        here = part.place.part_of(read_tensor(path, manifest, key))
+        part.flat.copy_(here.view(-1)[part.start : part.start + part.flat.numel()])
     state = State(**manifest["state"])
     engine.loaded(state.updates)
     return state
@@ -174,7 +176,11 @@ class _Part:
 
     flat: Tensor
     start: int
-    shape: torch.Size
+    place: Place
+
+    def range(self) -> list[int]:
+        """What tells it from other ranks' parts of the same tensor."""
+        return [*self.place.offset, self.start, self.flat.numel()]
 
 
 def _parts(shards: dict[str, Shard], ema: Ema) -> dict[str, _Part]:
@@ -183,7 +189,7 @@ def _parts(shards: dict[str, Shard], ema: Ema) -> dict[str, _Part]:
     for name, shard in shards.items():
         flats = (shard.master, shard.exp_avg, shard.exp_avg_sq, ema.flats[name])
         for kind, flat in zip(KINDS, flats, strict=True):
-            parts[f"{kind}/{name}"] = _Part(flat, shard.start, shard.shape)
+            parts[f"{kind}/{name}"] = _Part(flat, shard.start, shard.place)
     return parts
 
 
@@ -193,32 +199,19 @@ def _write_rank(file: Path, parts: dict[str, _Part]) -> dict[str, Any]:
     index: dict[str, Any] = {}
     for key, part in parts.items():
         boxes = []
-        for number, (offset, size, flat) in enumerate(_boxes(part)):
+        for number, (offset, size, at) in enumerate(part.place.boxes(part.start, part.flat.numel())):
             entry = f"{key}/{number}"
-            tensors[entry] = flat.view(size).contiguous()
+            first = at - part.start
+            tensors[entry] = part.flat[first : first + math.prod(size)].view(size).contiguous()
             boxes.append({"file": file.name, "entry": entry, "offset": offset, "size": size})
         dtype = str(part.flat.dtype).removeprefix("torch.")
-        index[key] = {"shape": list(part.shape), "dtype": dtype, "boxes": boxes}
+        index[key] = {"shape": list(part.place.whole), "dtype": dtype, "boxes": boxes}
     if not any(entry["boxes"] for entry in index.values()):
         return {"tensors": index, "files": {}}
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file)
     _sync(file)
     return {"tensors": index, "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}}
-
-
-def _boxes(part: _Part) -> Iterator[tuple[list[int], list[int], Tensor]]:
-    """A range of a matrix as boxes of it, at most three: the end of a row, whole rows, the beginning of a row."""
-    shape, at, end = part.shape, part.start, part.start + part.flat.numel()
-    assert len(shape) <= 2, f"a range of a tensor of shape {tuple(shape)} may be more than three boxes"
-    width = shape[1] if len(shape) == 2 else 1
-    while at < end:
-        row, column = divmod(at, width)
-        whole_rows = (end - at) // width if column == 0 else 0
-        count = whole_rows * width or min(width - column, end - at)
-        offset, size = [row, column], [whole_rows or 1, width if whole_rows else count]
-        yield offset[: len(shape)], size[: len(shape)], part.flat[at - part.start : at - part.start + count]
-        at += count
 
 
 def _joined(indexes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from mdlm_scale.layout import Layout
 from mdlm_scale.log import log
 from mdlm_scale.model import dit, init
 from mdlm_scale.model.sizes import Sizes, gemm_rate, sizes
-from mdlm_scale.parallel.groups import Groups, World, world
+from mdlm_scale.parallel.groups import Groups, Over, World, world
 from mdlm_scale.run import build, checkpoint, evaluate, guard, optimizer
 from mdlm_scale.run.checkpoint import State
 from mdlm_scale.run.ema import Ema
@@ -49,7 +49,7 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
         raise_if_any(faults(config, ranks))
         device = build.device_of(config, ranks)
         if ranks.size > 1 or config.parallel.engine is not EngineName.plain:
-            groups.open(device, config.parallel.timeout_minutes)
+            groups.open(device, config.parallel.timeout_minutes, config.parallel.tp_size)
         groups.agree("The ranks differ", _identity(config))
         data = _read_data(config)
         if check_only:
@@ -199,7 +199,7 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, res
         mask_id=data.tokenizer.mask_id, vocab_size=data.tokenizer.vocab_size, dropout_sites=model.num_dropout_sites,
         prefetch=config.data.prefetch, pin_memory=device.type == "cuda",
     )  # fmt: skip
-    total_rate = groups.sum([gemm_rate(device, dtype)])[0]
+    total_rate = groups.sum([gemm_rate(device, dtype)], over=Over.all)[0]
     with Metrics(config, size, total_rate, state, rank) as metrics:
         if resume_from is not None:
             for note in (f"resumed from {resume_from}", *notes):

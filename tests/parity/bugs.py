@@ -10,7 +10,7 @@ from typing import Any
 from mdlm_scale.layout import Layout
 from mdlm_scale.parallel.groups import Groups
 from parity import trial as trial_module
-from parity.cells import WHOLE, compare, fsdp, reference, run, zero
+from parity.cells import SELECTIVE, SLICED, TP2, WHOLE, differences, fsdp, zero
 from parity.trial import Bug, Trial
 
 
@@ -111,7 +111,7 @@ def _norm_of_one_shard(groups: Groups) -> None:
     make = masters.Masters.__init__
 
     def alone(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs | {"sum_shards": lambda squares: squares})
+        make(self, *args, **kwargs | {"sum_ranks": lambda squares: squares})
 
     masters.Masters.__init__ = alone  # type: ignore[method-assign]
 
@@ -128,6 +128,84 @@ def _stale_in_zero_3(groups: Groups) -> None:
     DeepSpeedEngine.empty_partition_cache = lambda self: None
 
 
+def _tp_norm_twice_in_fsdp(groups: Groups) -> None:
+    from mdlm_scale.parallel.cut import Cut
+
+    Cut.copies = lambda self, name: 1  # type: ignore[method-assign]
+
+
+def _tp_norm_twice_in_zero(groups: Groups) -> None:
+    """Every parameter is marked as cut, the replicated ones too."""
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    for module in (stage3, stage_1_and_2):
+        module.is_model_parallel_parameter = lambda p: True
+
+
+def _partial_gradients(groups: Groups) -> None:
+    """Replicated parameters keep the gradients of this rank's positions."""
+    from mdlm_scale.parallel.cut import Cut
+
+    Cut.sum_partial = lambda self, gradients: None  # type: ignore[method-assign]
+    Cut.sum_partial_in_backward = lambda self, weights: None  # type: ignore[method-assign]
+
+
+def _no_mpu(groups: Groups) -> None:
+    """DeepSpeed takes tensor-parallel ranks for data-parallel ones; it must be told a batch that fits these."""
+    from mdlm_scale.parallel import deepspeed, zero_json
+
+    right = zero_json.ours
+    deepspeed._mpu = lambda groups: None  # type: ignore[assignment,return-value]
+
+    def fitting(config: Any, batch: Any, *args: Any) -> Any:
+        told = right(config, batch, *args)
+        return told | {"train_batch_size": told["train_batch_size"] * config.tp_size}
+
+    zero_json.ours = fitting
+
+
+def _padding_is_an_answer(groups: Groups) -> None:
+    from mdlm_scale.parallel import tensor
+
+    right = tensor.VocabShard
+    tensor.VocabShard = lambda **fields: right(**fields | {"num_valid": None})  # type: ignore[assignment,misc]
+
+
+def _hidden_of_one_rank(groups: Groups) -> None:
+    """The gradient of the hidden rows is that of this rank's part of the vocabulary."""
+    from mdlm_scale.parallel import tensor
+
+    right = tensor.VocabShard
+    tensor.VocabShard = lambda **fields: right(**fields | {"sum_hidden": lambda d: d})  # type: ignore[assignment,misc]
+
+
+def _dropout_from_position_zero(groups: Groups) -> None:
+    """Every rank drops as if its slice were the first."""
+    from mdlm_scale.model.dit import Block
+
+    Block.position_slice = property(lambda self: 0, lambda self, value: None)  # type: ignore[assignment]
+
+
+def _bias_on_every_rank(groups: Groups) -> None:
+    """The bias of a matrix whose outputs are added up is added before the sum, once a rank."""
+    from mdlm_scale.parallel import tensor
+
+    right = tensor._Row.forward
+
+    def forward(self: Any, x: Any) -> Any:
+        out = right(self, x)
+        return out if self.bias is None else out + self.bias
+
+    tensor._Row.forward = forward  # type: ignore[method-assign]
+
+
+def _sum_in_place(groups: Groups) -> None:
+    """As megatron-core's own sum: it changes the product that selective recomputation has kept."""
+    from mdlm_scale.parallel import tensor
+
+    tensor._Sum.forward = staticmethod(lambda ctx, x, group: tensor._summed(group, x))  # type: ignore[method-assign]
+
+
 BUGS: dict[str, tuple[Bug, Trial]] = {
     "gradient divided by dp (FSDP2)": (_mean_in_fsdp, fsdp(2)),
     "gradient divided by dp (ZeRO 1)": (_mean_in_zero, zero(1, 2)),
@@ -141,10 +219,18 @@ BUGS: dict[str, tuple[Bug, Trial]] = {
     "loader off by one rank": (_slots_off_by_one, fsdp(2)),
     "norm of one rank's shard": (_norm_of_one_shard, fsdp(2)),
     "stale weights after an evaluation (FSDP2)": (_stale_in_fsdp, fsdp(2, reshard_after_forward=False)),
-    "stale weights after an evaluation (ZeRO 3)": (
-        _stale_in_zero_3,
-        zero(3, 2, WHOLE),
-    ),
+    "stale weights after an evaluation (ZeRO 3)": (_stale_in_zero_3, zero(3, 2, WHOLE)),
+    "tensor-parallel norm counted twice (FSDP2)": (_tp_norm_twice_in_fsdp, fsdp(2, **TP2)),
+    "tensor-parallel norm counted twice (ZeRO 1)": (_tp_norm_twice_in_zero, zero(1, 2, **TP2)),
+    "tensor-parallel norm counted twice (ZeRO 3)": (_tp_norm_twice_in_zero, zero(3, 2, **TP2)),
+    "replicated gradients not reduced over tp (FSDP2)": (_partial_gradients, fsdp(2, **TP2, **SLICED)),
+    "replicated gradients not reduced over tp (ZeRO 1)": (_partial_gradients, zero(1, 2, **TP2, **SLICED)),
+    "tensor-parallel ranks taken for data-parallel (ZeRO 1)": (_no_mpu, zero(1, 2, **TP2)),
+    "padding of the vocabulary is an answer": (_padding_is_an_answer, fsdp(2, **TP2)),
+    "gradient of hidden rows not reduced over tp": (_hidden_of_one_rank, fsdp(2, **TP2)),
+    "dropout of every slice from position 0": (_dropout_from_position_zero, fsdp(2, **TP2, **SLICED)),
+    "bias added on every tensor-parallel rank": (_bias_on_every_rank, fsdp(2, **TP2)),
+    "sum in place on a kept product": (_sum_in_place, fsdp(2, **TP2, **SELECTIVE)),
 }
 
 
@@ -152,4 +238,4 @@ def is_caught(name: str) -> bool:
     """Whether a short run with the bug is out of tolerance; without it, the cell of the same layout is within."""
     bug, trial = BUGS[name]
     trial = replace(trial, steps=5)
-    return bool(compare(run(trial, bug), reference(trial)).faults(trial.precision))
+    return bool(differences(trial, bug).faults(trial.precision))

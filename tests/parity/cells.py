@@ -61,6 +61,8 @@ def short(*cells: Cell) -> list[Cell]:
 WHOLE = {"stage3_param_persistence_threshold": 100_000}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FULL, SELECTIVE = {"recompute": Recompute.full}, {"recompute": Recompute.selective}
+TP2, TP4 = {"tp_size": 2}, {"tp_size": 4}  # of 61 tokens, which neither divides
+SLICED = {"sequence_parallel": True}
 
 CELLS = [
     # a hundred steps
@@ -73,6 +75,13 @@ CELLS = [
     Cell("ZeRO 2 dp 2", zero(2, 2), slow=True),
     Cell("ZeRO 3 dp 2", zero(3, 2), slow=True),
     *(Cell(f"ZeRO {stage} dp 4", zero(stage, 4), slow=True) for stage in range(4)),
+    Cell("FSDP2 tp 2", fsdp(2, **TP2)),
+    Cell("FSDP2 tp 2, sequence parallel", fsdp(2, **TP2, **SLICED)),
+    Cell("FSDP2 tp 4", fsdp(4, **TP4), slow=True),
+    Cell("FSDP2 tp 2 x dp 2", fsdp(4, **TP2), slow=True),
+    Cell("HSDP 2 x 1 x tp 2", fsdp(4, **TP2, replicate_size=2), slow=True),
+    Cell("ZeRO 1 tp 2 x dp 2", zero(1, 4, **TP2), slow=True),
+    Cell("ZeRO 3 tp 2 x dp 2", zero(3, 4, **TP2), slow=True),
     Cell("FSDP2 dp 2", float32(fsdp(2)), slow=True),
     *(Cell(f"ZeRO {stage} dp 2", float32(zero(stage, 2)), slow=True) for stage in range(4)),
     # some steps: what differs is seen in the first
@@ -95,6 +104,37 @@ CELLS = [
         *(Cell(f"ZeRO {stage} dp 1", zero(stage, 1), slow=True) for stage in range(4)),
         Cell("ZeRO 1 dp 3", replace(zero(1, 3), global_batch_size=12), slow=True),
         Cell("ZeRO 3 dp 3", replace(zero(3, 3), global_batch_size=12), slow=True),
+        Cell("FSDP2 tp 2, no time conditioning", replace(fsdp(2, **TP2), time_conditioning=False)),
+        Cell(
+            "FSDP2 tp 2, sequence parallel, no time conditioning",
+            replace(fsdp(2, **TP2, **SLICED), time_conditioning=False),
+        ),
+        Cell("FSDP2 tp 2, vocabulary of 62", replace(fsdp(2, **TP2), vocab_size=62)),
+        Cell("FSDP2 tp 2, micro-batches of one", fsdp(2, 1, **TP2, **SLICED)),
+        *(
+            Cell(
+                f"FSDP2 tp 2, recompute {how['recompute']}{', sequence parallel' * bool(sliced)}",
+                fsdp(2, **TP2, **how, **sliced),
+            )
+            for how in (FULL, SELECTIVE)
+            for sliced in ({}, SLICED)
+        ),
+        Cell("FSDP2 tp 2, offload", fsdp(2, **TP2, cpu_offload=True), slow=True),
+        Cell("FSDP2 tp 2 x dp 2, sequence parallel", fsdp(4, **TP2, **SLICED)),
+        Cell("FSDP2 tp 4, sequence parallel", fsdp(4, **TP4, **SLICED), slow=True),
+        Cell("HSDP 2 x 1 x tp 2, sequence parallel", fsdp(4, **TP2, **SLICED, replicate_size=2), slow=True),
+        Cell("HSDP 2 x 2 x tp 2", fsdp(8, 1, **TP2, replicate_size=2), slow=True),
+        *(Cell(f"ZeRO {stage} tp 2", zero(stage, 2, **TP2), slow=stage != 1) for stage in range(4)),
+        *(
+            Cell(f"ZeRO {stage} tp 2 x dp 2, sequence parallel", zero(stage, 4, **TP2, **SLICED), slow=True)
+            for stage in range(4)
+        ),
+        Cell("ZeRO 3 tp 2, recompute selective", zero(3, 2, **TP2, **SELECTIVE), slow=True),
+        Cell("FSDP2 tp 2, compiled blocks", fsdp(2, **TP2, compile=True), slow=True),
+        Cell("FSDP2 tp 2, sequence parallel, compiled blocks", fsdp(2, **TP2, **SLICED, compile=True), slow=True),
+        Cell("ZeRO 3 tp 2, compiled blocks", zero(3, 2, **TP2, compile=True), slow=True),
+        *(Cell(f"ZeRO {stage} tp 2 x dp 2", float32(zero(stage, 4, **TP2)), slow=True) for stage in range(4)),
+        Cell("ZeRO 1 tp 2 x dp 2, sequence parallel", float32(zero(1, 4, **TP2, **SLICED)), slow=True),
         Cell("compiled blocks", plain(compile=True), slow=True),
         Cell("FSDP2 dp 2, compiled blocks", fsdp(2, compile=True), slow=True),
         Cell("ZeRO 1 dp 2, compiled blocks", zero(1, 2, compile=True), slow=True),
@@ -142,7 +182,7 @@ _growths: list[tuple[Trial, Differences]] = []
 
 
 def run(trial: Trial, bug: Bug | None = None) -> list[dict[str, Any]]:
-    return run_ranks(run_trial, trial.world_size, trial, bug)
+    return run_ranks(run_trial, trial.world_size, trial, bug, tp_size=trial.parallel.tp_size)
 
 
 def reference(trial: Trial) -> dict[str, Any]:
@@ -153,6 +193,8 @@ def reference(trial: Trial) -> dict[str, Any]:
         precision=trial.precision,
         steps=trial.steps,
         padded=trial.padded,
+        time_conditioning=trial.time_conditioning,
+        vocab_size=trial.vocab_size,
     )
     for known, result in _references:
         if known == alone:
@@ -170,24 +212,29 @@ def growth_for(trial: Trial) -> Differences | None:
     for known, found in _growths:
         if known == alone:
             return found
-    _growths.append((alone, compare(run(alone), reference(alone))))
+    _growths.append((alone, differences(alone)))
     return _growths[-1][1]
 
 
-def compare(ranks: list[dict[str, Any]], one: dict[str, Any]) -> Differences:
-    """The ranks of a run against one process."""
+def differences(trial: Trial, bug: Bug | None = None) -> Differences:
+    """Every rank of a run against one process; tensor-parallel ranks have the same slots."""
+    ranks, one, tp_size = run(trial, bug), reference(trial), trial.parallel.tp_size
     own = ranks[0]
-    noise = [[slot for rank in ranks for slot in rank["noise"][step]] for step in range(len(one["noise"]))]
+    steps = range(len(one["noise"]))
+    noises = [
+        [[slot for rank in ranks[tp_rank::tp_size] for slot in rank["noise"][step]] for step in steps]
+        for tp_rank in range(tp_size)
+    ]
     return Differences(
         loss=_number(own["loss"][0], one["loss"][0]),
         norm=_number(own["norm"][0], one["norm"][0]),
-        grad=_worst(own["gradients"], one["gradients"]),
-        param=_worst(own["parameters 0"], one["parameters 0"]),
-        ema=_worst(own["ema"], one["ema"]),
+        grad=_worst(ranks, one, "gradients"),
+        param=_worst(ranks, one, "parameters 0"),
+        ema=_worst(ranks, one, "ema"),
         losses=max(map(_number, own["loss"], one["loss"])),
-        params=_worst(own["parameters"], one["parameters"]),
+        params=_worst(ranks, one, "parameters"),
         evaluation=_number(own["evaluation"], one["evaluation"]),
-        is_noise_equal=noise == one["noise"],
+        is_noise_equal=all(noise == one["noise"] for noise in noises),
         traces=[f"rank {i}: {trace}" for i, rank in enumerate(ranks) for trace in rank["traces"]],
     )
 
@@ -196,6 +243,12 @@ def _number(own: float, one: float) -> float:
     return abs(own - one) / abs(one)
 
 
-def _worst(own: dict[str, Tensor], one: dict[str, Tensor]) -> float:
-    assert own.keys() == one.keys()
-    return max(float((own[name] - one[name]).abs().max() / one[name].abs().max()) for name in one)
+def _worst(ranks: list[dict[str, Any]], one: dict[str, Any], what: str) -> float:
+    """The largest difference of any element of any tensor on any rank, relative to its tensor's largest."""
+    expected: dict[str, Tensor] = one[what]
+    assert all(rank[what].keys() == expected.keys() for rank in ranks)
+    return max(
+        float((rank[what][name] - value).abs().max() / value.abs().max())
+        for rank in ranks
+        for name, value in expected.items()
+    )

@@ -18,7 +18,12 @@ import torch
 from mdlm_scale.parallel.groups import Groups, World
 
 TIMEOUT_SECONDS = 240.0
-PRELOAD = ["mdlm_scale.parallel.deepspeed", "mdlm_scale.parallel.fsdp", "mdlm_scale.run.main"]
+PRELOAD = [
+    "mdlm_scale.parallel.deepspeed",
+    "mdlm_scale.parallel.fsdp",
+    "mdlm_scale.parallel.tensor",
+    "mdlm_scale.run.main",
+]
 
 Work = Callable[..., Any]
 
@@ -30,12 +35,14 @@ class RankError(Exception):
     """What a rank raised, as text."""
 
 
-def run_ranks(work: Work, world_size: int, *arguments: Any, seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+def run_ranks(
+    work: Work, world_size: int, *arguments: Any, tp_size: int = 1, seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
     """`work(groups, *arguments)` on every rank; what each returned, in the order of ranks."""
     port = free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        _context.Process(target=_rank, args=(World(rank, world_size, rank), port, pipe[1], work, arguments))
+        _context.Process(target=_rank, args=(World(rank, world_size, rank), tp_size, port, pipe[1], work, arguments))
         for rank, pipe in enumerate(pipes)
     ]
     for process in processes:
@@ -77,13 +84,13 @@ def _exit_code(process: Any) -> int | None:
     return process.exitcode
 
 
-def _rank(ranks: World, port: int, pipe: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
+def _rank(ranks: World, tp_size: int, port: int, pipe: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "LOCAL_RANK": str(ranks.local_rank)}
     try:
         with Groups(ranks, seconds=60.0) as groups:
-            groups.open(torch.device("cpu"), timeout_minutes=2.0)
+            groups.open(torch.device("cpu"), timeout_minutes=2.0, tp_size=tp_size)
             value = work(groups, *arguments)
         result: tuple[str, Any] = ("value", value)
     except BaseException:

@@ -9,7 +9,7 @@ import torch
 
 from mdlm_scale.config import Recompute
 from parity.bugs import BUGS, is_caught
-from parity.cells import CELLS, Cell, compare, fsdp, growth_for, plain, reference, run, zero
+from parity.cells import CELLS, Cell, differences, fsdp, growth_for, plain, run, zero
 from parity.trial import REFUSED, Trial
 
 
@@ -19,7 +19,7 @@ from parity.trial import REFUSED, Trial
 )
 def test_layout_computes_what_one_process_does(cell: Cell) -> None:
     """P1 and P2: one step with every gradient, then the whole run; noise bit-equal; refusals leave no trace."""
-    found = compare(run(cell.trial), reference(cell.trial))
+    found = differences(cell.trial)
     assert found.faults(cell.trial.precision, growth_for(cell.trial)) == []
 
 

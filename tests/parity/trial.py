@@ -63,6 +63,8 @@ class Trial:
     micro_batch_size: int = 2
     steps: int = 100
     padded: bool = True
+    time_conditioning: bool = True
+    vocab_size: int = VOCAB
     prefetch: int = 2
     evaluated: bool = True  # with averaged weights, after step 1
     refused: bool = True  # step 2
@@ -73,7 +75,8 @@ def config_of(trial: Trial) -> Config:
     return Config(
         data=DataConfig(length=LENGTH, prefetch=trial.prefetch),
         model=ModelConfig(
-            hidden_size=32, num_layers=2, num_heads=4, cond_size=16, dropout=0.1, time_conditioning=True
+            hidden_size=32, num_layers=2, num_heads=4, cond_size=16, dropout=0.1,
+            time_conditioning=trial.time_conditioning,
         ),
         batch=BatchConfig(trial.global_batch_size, trial.micro_batch_size),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=10, max_grad_norm=0.05),
@@ -109,14 +112,14 @@ def run_trial(groups: Groups, trial: Trial, bug: Bug | None = None) -> dict[str,
         bug(groups)
     config = config_of(trial)
     layout = layout_of(config, groups.ranks)
-    model = build_model(config, VOCAB, MASK_ID)
+    model = build_model(config, trial.vocab_size, MASK_ID)
     names = [name for name, _ in model.named_parameters()]
     now = {"step": 0}
     if trial.poison and groups.ranks.rank == trial.world_size - 1:
         poison(model, trial.poison, now)
     engine = build_engine(config, model, initial, CPU, layout, groups)
     ema = Ema(engine, config.ema.decay)
-    loader = make_loader(config, layout, source(trial.padded), model.num_dropout_sites)
+    loader = make_loader(config, layout, source(trial.padded), model.num_dropout_sites, trial.vocab_size)
     result: dict[str, Any] = {"loss": [], "norm": [], "noise": [], "traces": []}
     updates = 0
     for now["step"] in range(trial.steps):
@@ -146,7 +149,7 @@ def run_trial(groups: Groups, trial: Trial, bug: Bug | None = None) -> dict[str,
             with ema.swapped(engine):
                 result["ema"] = parameters(engine, names)
                 found = evaluate(engine, loader.source, config.evaluate, config.diffusion, layout, groups,
-                                 trial.micro_batch_size, MASK_ID, VOCAB)  # fmt: skip
+                                 trial.micro_batch_size, MASK_ID, trial.vocab_size)  # fmt: skip
                 result["evaluation"] = found.nelbo
             result["traces"] += changed(before, state(engine, ema))
     loader.close()
@@ -168,9 +171,9 @@ def poison(model: DiT, what: str, now: dict[str, int]) -> None:
     model.blocks[0].register_forward_hook(spoil)
 
 
-def make_loader(config: Config, layout: Layout, rows: Source, dropout_sites: int) -> Loader:
+def make_loader(config: Config, layout: Layout, rows: Source, dropout_sites: int, vocab_size: int = VOCAB) -> Loader:
     return Loader(
-        rows, layout, config.batch, config.diffusion, config.run.seed, mask_id=MASK_ID, vocab_size=VOCAB,
+        rows, layout, config.batch, config.diffusion, config.run.seed, mask_id=MASK_ID, vocab_size=vocab_size,
         dropout_sites=dropout_sites, prefetch=config.data.prefetch,
     )  # fmt: skip
 
