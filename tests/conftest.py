@@ -16,6 +16,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 from mdlm_scale import train
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tools"))  # last: tools/parity.py would hide the package `parity`
 DEBUG = str(ROOT / "configs" / "debug.yaml")
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from {} hounds before the sun goes down"
 

@@ -26,6 +26,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import numpy as np
 import torch
+from prepare_workers import Documents, Settings, Workers, prepare
 
 from mdlm_scale import log as log_module
 from mdlm_scale.config import BatchConfig, DataConfig, DiffusionConfig, TokenizerConfig
@@ -34,7 +35,6 @@ from mdlm_scale.data import tokenizer as tokenizer_module
 from mdlm_scale.data.cache import _streaming
 from mdlm_scale.data.loader import Loader
 from mdlm_scale.data.order import Ints, sample_ids
-from mdlm_scale.data.prepare import Documents, Settings, Workers, prepare
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type
 from mdlm_scale.data.shards import ShardWriter
 from mdlm_scale.data.source import Source

@@ -3,6 +3,7 @@
     python tools/bench_engines.py                                          both, a quarter of an hour on two cores
     python tools/bench_engines.py --only bytes --ranks 4 --json engines.json
     python tools/bench_engines.py --only overhead --tokens 1024 4096 --rounds 50
+    python tools/bench_engines.py --tp                                     what ranks send each other, half a minute
 
 Overhead. For every number of tokens a step, one process holds a copy of the model for each engine and one for a loop in
 plain PyTorch: backward, clip_grad_norm_, fused AdamW. All get the same batch, and none has an average of its weights.
@@ -15,6 +16,9 @@ weights, and then the passes of another. Twice in these everything that lasts is
 the micro-batches, and before the update. There the bytes of the storages of all tensors that Python knows are added up,
 each storage once, less what was alive before the model. The larger count (ZeRO 1 has whole gradients until the last
 micro-batch, then a part), of the rank that has most, is compared with what `model/sizes.py` foretells.
+
+With --tp instead: the collectives of one step of two micro-batches, on real ranks, for layouts with tensor parallelism.
+All are counted, where torch starts them, by group and kind, and set beside what `parallel/traffic.py` foretells.
 """
 
 import argparse
@@ -35,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import torch
 from bench_masked_ce import in_own_process, seconds_of
 from bench_step import initial
+from parity.collectives import Collectives
 from parity.ranks import run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -49,16 +54,20 @@ from mdlm_scale.config import (
     ModelConfig,
     ParallelConfig,
     Precision,
+    Recompute,
     TrainConfig,
 )
 from mdlm_scale.diffusion import corrupt, noise, schedule
 from mdlm_scale.diffusion.corrupt import Batch
+from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT
 from mdlm_scale.model.sizes import Sizes, sizes
+from mdlm_scale.parallel import traffic
 from mdlm_scale.parallel.engine import Engine, Judge
 from mdlm_scale.parallel.groups import Groups
-from mdlm_scale.run.build import build_engine, build_model, layout_of
+from mdlm_scale.run.build import build_engine, build_model, layout_of, places_of
 from mdlm_scale.run.ema import Ema
+from mdlm_scale.run.step import forward_backward
 
 CPU = torch.device("cpu")
 LR = 1e-5
@@ -69,6 +78,22 @@ ENGINES = {
     **{f"zero{stage}": ParallelConfig(EngineName.deepspeed, zero_stage=stage) for stage in range(4)},
     "fsdp": ParallelConfig(EngineName.fsdp),
 }
+SLICED = {"sequence_parallel": True}
+LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # ranks, and how they share the work
+    "fsdp tp 2": (2, ParallelConfig(EngineName.fsdp, tp_size=2)),
+    "fsdp tp 2, sliced": (2, ParallelConfig(EngineName.fsdp, tp_size=2, **SLICED)),
+    "fsdp tp 2, sliced, recompute": (
+        2, ParallelConfig(EngineName.fsdp, tp_size=2, **SLICED, recompute=Recompute.full)
+    ),
+    "fsdp tp 4": (4, ParallelConfig(EngineName.fsdp, tp_size=4)),
+    "fsdp tp 2 x dp 2": (4, ParallelConfig(EngineName.fsdp, tp_size=2)),
+    "fsdp tp 2 x dp 2, sliced": (4, ParallelConfig(EngineName.fsdp, tp_size=2, **SLICED)),
+    "hsdp 2 x 1 x tp 2, sliced": (4, ParallelConfig(EngineName.fsdp, tp_size=2, **SLICED, replicate_size=2)),
+    **{
+        f"zero{stage} tp 2 x dp 2, sliced": (4, ParallelConfig(EngineName.deepspeed, 2, zero_stage=stage, **SLICED))
+        for stage in range(4)
+    },
+}  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -81,6 +106,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens a row (128)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1536, 4096], help="a step (512 1536 4096)")
     parser.add_argument("--rounds", type=int, default=20, help=f"timed, after {WARM_UP_ROUNDS} to warm up (20)")
+    parser.add_argument("--tp", action="store_true", help="count the collectives of tensor-parallel layouts instead")
     parser.add_argument("--ranks", type=int, default=2, help="whose bytes are counted (2)")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     parser.add_argument("--time", type=int, metavar="TOKENS", help="only this overhead, in this process; print JSON")
@@ -100,6 +126,8 @@ def main() -> int:
     if args.time:
         print(json.dumps(overhead(config, args.vocab, args.time // args.length, args.rounds)))
         return 0
+    if args.tp:
+        return collectives(config, args.vocab, args.json)
     size = sizes(config.model, args.vocab, args.length)
     result: dict[str, Any] = {}
     if args.only != "bytes":
@@ -293,6 +321,80 @@ def live_bytes() -> int:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def collectives(config: Config, vocab_size: int, json_file: str | None) -> int:
+    """Print and write what the ranks of every layout of LAYOUTS send each other in a step; 0 if it is as foretold."""
+    config, rows = replace(config, data=DataConfig(length=BYTES_LENGTH)), []
+    print(f"{'rank 0 of':30}{'group':10}{'kind':16}{'count':>7}{'foretold':>10}{'MB':>10}{'foretold':>10}")
+    for name, (world_size, parallel) in LAYOUTS.items():
+        own = replace(config, parallel=parallel, batch=BatchConfig(4 * world_size // parallel.tp_size, 2))
+        found = run_ranks(collective_rows, world_size, own, vocab_size, tp_size=parallel.tp_size)[0]
+        for row in found:
+            count, size = row["count_foretold"], row["bytes_foretold"]
+            told = ("", "") if size is None else ("buckets" if count is None else count, f"{size / 1e6:.3f}")
+            note = f"  {row['hooks']} of them by hooks, one a parameter and micro-batch" if row["hooks"] else ""
+            print(
+                f"{name:30}{row['group']:10}{row['kind']:16}{row['count']:7}{told[0]:>10}"
+                f"{row['bytes'] / 1e6:10.3f}{told[1]:>10}{note}",
+                flush=True,
+            )
+        rows += [{"layout": name, **row} for row in found]
+    if json_file:
+        Path(json_file).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
+    wrong = [row for row in rows if not is_as_foretold(row)]
+    print(
+        f"{len(rows) - len(wrong)} of {len(rows)} lines as foretold; numbers are sums of a few (losses, norms, flags)"
+    )
+    return 1 if wrong else 0
+
+
+def collective_rows(groups: Groups, config: Config, vocab_size: int) -> list[dict[str, Any]]:
+    """On every rank: the collectives of a step that is not the first, by group and kind, counted and foretold."""
+    layout, parallel = layout_of(config, groups.ranks), config.parallel
+    micro_slots = layout.micro_slots(config.batch.global_batch_size, config.batch.micro_batch_size)
+    batches = [make_batch(config, vocab_size, slots) for slots in micro_slots]
+    model = build_model(config, vocab_size, vocab_size - 1)
+    engine = build_engine(config, model, initial, CPU, layout, groups)
+    for _ in range(2):
+        with Collectives({"all": None, **_groups_by_name(groups, layout)}) as counter:
+            forward_backward(engine, batches, groups)
+            engine.step(lambda norm: True, LR)
+    work = traffic.Work(
+        config.model, parallel, layout, places_of(config, vocab_size, layout), config.batch.micro_batch_size,
+        config.data.length, [len(batch.rows_M) for batch in batches], weight_bytes=4, on_cpu=True,
+    )  # fmt: skip
+    foretold: dict[Any, Any] = traffic.of_step(work)
+    hooks = sum(each.count or 0 for _, each in traffic.partial_gradients(work) if (each.count or 0) > 1)
+    return [
+        {
+            "group": group, "kind": kind, "count": counter.count[group, kind], "bytes": counter.bytes[group, kind],
+            "count_foretold": None if kind == "numbers" else getattr(foretold.get((group, kind)), "count", 0),
+            "bytes_foretold": None if kind == "numbers" else getattr(foretold.get((group, kind)), "bytes", 0),
+            "hooks": hooks if (group, kind) == ("tp", "all-reduce") else 0,
+        }
+        for group, kind in sorted(counter.count.keys() | foretold.keys())
+    ]  # fmt: skip
+
+
+def _groups_by_name(groups: Groups, layout: Layout) -> dict[str, Any]:
+    """Those of the formula; with replicas, FSDP's groups are its own."""
+    if layout.replicate_size == 1:
+        return {"tp": groups.tp, "dp": groups.dp}
+    first = layout.tp_rank + layout.replicate_rank * layout.shard_size * layout.tp_size
+    shards = [first + i * layout.tp_size for i in range(layout.shard_size)]
+    first = layout.tp_rank + layout.shard_rank * layout.tp_size
+    replicas = [first + i * layout.shard_size * layout.tp_size for i in range(layout.replicate_size)]
+    return {"tp": groups.tp, "dp": shards, "replicas": replicas}
+
+
+def is_as_foretold(row: dict[str, Any]) -> bool:
+    """Counts to the last one where the formula has them; bytes too, but for what DeepSpeed's buckets are padded by."""
+    if row["kind"] == "numbers":
+        return True
+    if row["count_foretold"] is None:
+        return row["bytes_foretold"] <= row["bytes"] <= 1.01 * row["bytes_foretold"]
+    return (row["count"], row["bytes"]) == (row["count_foretold"], row["bytes_foretold"])
 
 
 def _print_overhead(args: argparse.Namespace, curve: list[dict[str, Any]]) -> None:

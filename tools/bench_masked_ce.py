@@ -2,6 +2,7 @@
 
     python tools/bench_masked_ce.py                                          8192 tokens, d 768, V 50258, half masked
     python tools/bench_masked_ce.py --tokens 2048 --threads 1 --json ce.json
+    python tools/bench_masked_ce.py --tp 2                                   the vocabulary cut over two ranks
 
 original    all rows through the projection, log-softmax over the vocabulary, gather: the formula of the released code
 gather      masked rows only, then F.cross_entropy
@@ -12,6 +13,10 @@ Every variant runs in a process of its own on the same inputs; around each repet
 is measured. The limit is 6 * M * D * V operations at that rate, M being the masked rows; the peak is what the variant
 needs beyond weights, hidden rows and targets, its gradients included. Medians are printed. A variant whose estimated
 peak exceeds the free memory is skipped, and is null in the JSON.
+
+With --tp T instead: T processes with --threads / T threads each. `whole`: each computes the whole vocabulary by itself,
+all at once; `cut`: each has a T-th of it, and they exchange their sums (gloo). The limit is that of a process's own
+products, at the rate that it measures while the others do.
 """
 
 import argparse
@@ -26,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +42,7 @@ from mdlm_scale.config import Precision
 from mdlm_scale.diffusion.noise import random_bits
 from mdlm_scale.model.head import masked_cross_entropy
 from mdlm_scale.model.sizes import gemm_rate
+from mdlm_scale.parallel.groups import Groups
 from mdlm_scale.run.build import DTYPES
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -51,12 +58,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--masked-fraction", type=float, default=0.5, help="share of rows that are masked (0.5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (all)")
     parser.add_argument("--repeat", type=int, default=5, help="timed repetitions of each variant (5)")
+    parser.add_argument("--tp", type=int, metavar="T", default=1, help="ranks that share the vocabulary")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one only, in this process; print JSON")
     args = parser.parse_args()
     if not 0 < args.masked_fraction <= 1:
         parser.error(f"--masked-fraction {args.masked_fraction} must lie in (0, 1]")
-    for name, least in {"tokens": 1, "d": 1, "vocab": 2, "threads": 1, "repeat": 1}.items():
+    for name, least in {"tokens": 1, "d": 1, "vocab": 2, "threads": 1, "repeat": 1, "tp": 1}.items():
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)} must be at least {least}")
     return args
@@ -92,6 +100,8 @@ def main() -> int:
     if args.variant:
         print(json.dumps(measure(args)))
         return 0
+    if args.tp > 1:
+        return compare_ranks(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{args.threads} CPU threads"
     results: dict[str, Any] = {}
     print(
@@ -111,10 +121,8 @@ def main() -> int:
     return 0
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds, share of the limit and peak memory of one variant."""
-    torch.set_num_threads(args.threads)
-    device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[Precision(args.dtype)]
+def make_inputs(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Hidden rows, weight and bias, which want gradients; tokens, masked rows and their weights."""
 
     def uniform(stream: str, bound: float, rows: int, columns: int) -> Tensor:
         bits = random_bits(0, stream, 0, torch.arange(rows), columns)
@@ -127,11 +135,18 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     x_N = (random_bits(0, "target", 0, torch.arange(args.tokens), 1).squeeze(1) % (args.vocab - 1)).to(device)
     rows_M = (torch.arange(num_masked) * args.tokens // num_masked).to(device)
     w_M = torch.linspace(1, 2, num_masked, dtype=torch.float64).to(dtype).to(device)
-    parameters = (hidden_ND, weight_VD, bias_V)
+    return [hidden_ND, weight_VD, bias_V, x_N, rows_M, w_M]
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds, share of the limit and peak memory of one variant."""
+    torch.set_num_threads(args.threads)
+    device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[Precision(args.dtype)]
+    inputs = make_inputs(args, device, dtype)
 
     def run() -> None:
-        VARIANTS[args.variant](*parameters, x_N, rows_M, w_M).backward()
-        for p in parameters:
+        VARIANTS[args.variant](*inputs).backward()
+        for p in inputs[:3]:
             p.grad = None
 
     run()  # thread pools, libraries, compilation
@@ -139,12 +154,70 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     if device.type == "cpu":
         kernels.tune_cpu()  # from here on freed memory stays with the process, as in training
         run()
-    flops = 6 * num_masked * args.d * args.vocab
+    flops = 6 * len(inputs[4]) * args.d * args.vocab
     runs = [seconds_and_rate(run, device, dtype) for _ in range(args.repeat)]
     return {
         "seconds": statistics.median(seconds for seconds, _ in runs),
         "share_of_limit": statistics.median(flops / seconds / rate for seconds, rate in runs),
         "peak_mb": peak / 1e6,
+    }
+
+
+def compare_ranks(args: argparse.Namespace) -> int:
+    """The share of the limit with the vocabulary whole and cut, the mean of the ranks."""
+    from parity.ranks import run_ranks
+
+    threads = max(1, args.threads // args.tp)
+    print(
+        f"{args.tokens} tokens, {args.masked_fraction:.0%} masked, d {args.d}, V {args.vocab}, {args.dtype}, "
+        f"{args.tp} ranks of {threads} CPU threads"
+    )
+    ranks = run_ranks(measure_rank, args.tp, args, threads, tp_size=args.tp, seconds=TIMEOUT_SECONDS)
+    results = {
+        how: {key: statistics.mean(rank[how][key] for rank in ranks) for key in ("seconds", "share_of_limit")}
+        for how in ("whole", "cut")
+    }
+    print(f"{'':10}{'seconds':>10}{'of limit':>10}")
+    for how, r in results.items():
+        print(f"{how:10}{r['seconds']:10.3f}{r['share_of_limit']:10.1%}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def measure_rank(groups: Groups, args: argparse.Namespace, threads: int) -> dict[str, dict[str, float]]:
+    """On every rank: medians of seconds and of the share of the limit, whole and cut taking turns."""
+    from mdlm_scale.parallel import tensor
+
+    torch.set_num_threads(threads)
+    kernels.tune_cpu()
+    device, dtype = torch.device("cpu"), DTYPES[Precision(args.dtype)]
+    hidden_ND, weight_VD, bias_V, x_N, rows_M, w_M = make_inputs(args, device, dtype)
+    assert groups.tp is not None
+    places = [tensor.place(f"head.{n}", p.shape, groups.ranks.rank, args.tp) for n, p in
+              {"weight": weight_VD, "bias": bias_V}.items()]  # fmt: skip
+    own = [place.part_of(p.detach()).requires_grad_() for place, p in zip(places, (weight_VD, bias_V), strict=True)]
+    cut = {"shard": tensor.vocab_shard(places[0], groups.tp, sequence_parallel=False)}
+
+    def run(parameters: list[Tensor], options: dict[str, Any]) -> None:
+        hidden_MD = hidden_ND.index_select(0, rows_M)
+        masked_cross_entropy(
+            hidden_MD, *parameters, x_N[rows_M], w_M, mask_id=args.vocab - 1, **options
+        )[0].backward()  # fmt: skip
+        for p in (hidden_ND, *parameters):
+            p.grad = None
+
+    works = {"whole": ([weight_VD, bias_V], {}, 1), "cut": (own, cut, args.tp)}
+    found: dict[str, list[tuple[float, float]]] = {how: [] for how in works}
+    for number in range(args.repeat + 1):
+        for how, (parameters, options, parts) in works.items():
+            groups.any(False)  # all begin together
+            seconds, rate = seconds_and_rate(lambda p=parameters, o=options: run(p, o), device, dtype)
+            if number:  # the first is to warm up
+                found[how].append((seconds, 6 * len(rows_M) * args.d * args.vocab / parts / seconds / rate))
+    return {
+        how: {key: statistics.median(pair[i] for pair in pairs) for i, key in enumerate(("seconds", "share_of_limit"))}
+        for how, pairs in found.items()
     }
 
 

@@ -78,7 +78,7 @@ def masked_cross_entropy(
     """
     on_cpu = hidden_MD.device.type == "cpu"
     if chunk_rows is None:
-        chunk_rows = 528 if on_cpu else 4096
+        chunk_rows = _most_rows(on_cpu)
     if fixed_shapes is None:
         fixed_shapes = not on_cpu
     faults = _call_faults(hidden_MD, weight_VD, bias_V, target_M, row_weight_M, chunk_rows)
@@ -250,6 +250,15 @@ def _tile_columns(logits_RV: Tensor) -> int:
     if logits_RV.device.type != "cpu":
         return logits_RV.shape[1]
     return max(1, torch.get_num_threads() * 3 * 2**18 // (len(logits_RV) * logits_RV.itemsize))
+
+
+def num_chunks(num_rows: int, on_cpu: bool) -> int:
+    """How many chunks there are: shards of the vocabulary exchange their sums once for each."""
+    return -(-num_rows // _equal_chunks(num_rows, _most_rows(on_cpu), on_cpu)) if num_rows else 0
+
+
+def _most_rows(on_cpu: bool) -> int:
+    return 528 if on_cpu else 4096
 
 
 def _equal_chunks(num_rows: int, most: int, on_cpu: bool) -> int:

@@ -21,17 +21,24 @@ InitRange = Callable[[str, int, int], Tensor]  # (parameter name, start, number 
 class Place:
     """Where this rank's tensor lies in the whole parameter; both have one or two dimensions."""
 
-    shape: torch.Size  # of the tensor
-    offset: tuple[int, ...]  # of its first element
     whole: torch.Size  # of the parameter
-
-    @staticmethod
-    def everywhere(shape: torch.Size) -> "Place":
-        return Place(shape, (0,) * len(shape), shape)
+    dim: int | None = None  # in which it is cut; None: this rank has all of it, as every rank does
+    rank: int = 0  # of `size` that have equal parts, the last with padding
+    size: int = 1
 
     @property
     def is_cut(self) -> bool:
-        return self.shape != self.whole
+        return self.dim is not None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this rank's tensor."""
+        return torch.Size(-(-n // self.size) if i == self.dim else n for i, n in enumerate(self.whole))
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Of its first element."""
+        return tuple(self.rank * n if i == self.dim else 0 for i, n in enumerate(self.shape))
 
     def boxes(self, start: int, numel: int) -> Iterator[tuple[list[int], list[int], int]]:
         """A flat range of the tensor as boxes of the whole, (offset, size, first element in the tensor), without
@@ -95,12 +102,11 @@ class Cut:
     def joined(self, name: str, part: Tensor) -> Tensor:
         """The whole parameter, or its gradient, from the parts of all ranks; every rank asks. For tests."""
         place = self.places[name]
-        if not place.is_cut:
+        if place.dim is None:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
-        dim = next(i for i, (n, m) in enumerate(zip(place.shape, place.whole, strict=True)) if n != m)
-        return torch.cat(parts, dim).narrow(dim, 0, place.whole[dim])
+        return torch.cat(parts, place.dim).narrow(place.dim, 0, place.whole[place.dim])
 
     def sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
         """With sequence parallelism the gradient of a parameter that is not cut comes from this rank's positions

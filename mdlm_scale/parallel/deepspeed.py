@@ -10,7 +10,6 @@ state exists from the first moment, and no gathered copy of a weight outlives a 
 import logging
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -281,7 +280,6 @@ def _start_deepspeed() -> None:
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
     logger.addFilter(_is_no_overflow)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of the names it calls
     if not torch.cuda.is_available():
         # a collective through shared memory would be compiled at the first use, and is not ours to test
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -104,6 +105,8 @@ class Groups:
         """Make the process groups; a collective that others do not join ends after `timeout_minutes`."""
         if dist.is_initialized():
             return
+        # of names that engines call: new ones for the same
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         store = dist.HashStore() if self.store is None else dist.PrefixStore("groups", self.store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

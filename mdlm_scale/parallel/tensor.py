@@ -50,19 +50,13 @@ PLAN = {
 def place(name: str, whole: torch.Size, rank: int, size: int) -> Place:
     """What of a parameter is on a rank of a group of `size`."""
     dim = next((dim for pattern, dim in PLAN.items() if fnmatch(name, pattern)), None)
-    if dim is None or size == 1:
-        return Place.everywhere(whole)
-    each = -(-whole[dim] // size)
-    shape, offset = list(whole), [0] * len(whole)
-    shape[dim], offset[dim] = each, rank * each
-    return Place(torch.Size(shape), tuple(offset), whole)
+    return Place(whole) if dim is None else Place(whole, dim, rank, size)
 
 
 def cut(model: DiT, group: dist.ProcessGroup, sequence_parallel: bool) -> Cut:
     """Replace what the plan names by this rank's part; the model is on the meta device, and stays there."""
     size, rank = group.size(), group.rank()
     places = {name: place(name, p.shape, rank, size) for name, p in model.named_parameters()}
-    vocab_size = len(model.embed.weight)
     with torch.device("meta"):
         model.embed = _Embedding(places["embed.weight"], group, sequence_parallel)
         for block in model.blocks:
@@ -77,16 +71,21 @@ def cut(model: DiT, group: dist.ProcessGroup, sequence_parallel: bool) -> Cut:
             model.norm = _JoinedNorm(model.norm, group)
         head, own = model.head, places["head.weight"]
         head.weight, head.bias = nn.Parameter(torch.empty(own.shape)), nn.Parameter(torch.empty(own.shape[0]))
-    head.shard = VocabShard(
+    head.shard = vocab_shard(own, group, sequence_parallel)
+    found = {name: p.shape for name, p in model.named_parameters()}
+    assert found == {name: p.shape for name, p in places.items()}, f"the plan says {places}, the layers made {found}"
+    return Cut(places, size, group, sequence_parallel)
+
+
+def vocab_shard(own: Place, group: dist.ProcessGroup, sequence_parallel: bool) -> VocabShard:
+    """The part of the vocabulary that `own` is, and how its sums meet the others'."""
+    return VocabShard(
         start=own.offset[0],
-        num_valid=max(0, min(own.shape[0], vocab_size - own.offset[0])),
+        num_valid=max(0, min(own.shape[0], own.whole[0] - own.offset[0])),
         combine=partial(_combine, group),
         # with sequence parallelism the gradient of the joined norm is a sum already
         sum_hidden=(lambda d_MD: d_MD) if sequence_parallel else partial(_summed, group),
     )
-    found = {name: p.shape for name, p in model.named_parameters()}
-    assert found == {name: p.shape for name, p in places.items()}, f"the plan says {places}, the layers made {found}"
-    return Cut(places, size, group, sequence_parallel)
 
 
 def faults(parallel: ParallelConfig, model: ModelConfig, data: DataConfig) -> list[str]:

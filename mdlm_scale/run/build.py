@@ -9,6 +9,7 @@ from mdlm_scale import kernels
 from mdlm_scale.config import Config, EngineName, ParallelConfig, Precision
 from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT
+from mdlm_scale.parallel import traffic
 from mdlm_scale.parallel.cut import Cut, InitRange, Place
 from mdlm_scale.parallel.engine import Engine, Parts
 from mdlm_scale.parallel.groups import Groups, World
@@ -83,10 +84,41 @@ def build_engine(
     return (ZeroEngine if parallel.zero_stage else Zero0Engine)(parts, parallel, config.batch, layout, groups)
 
 
+def places_of(config: Config, vocab_size: int, layout: Layout) -> dict[str, Place]:
+    """Which part of each parameter a tensor-parallel rank holds."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in DiT(config.model, vocab_size, mask_id=0).named_parameters()}
+    if layout.tp_size == 1:
+        return {name: Place(shape) for name, shape in shapes.items()}
+    from mdlm_scale.parallel import tensor  # seconds to import
+
+    return {name: tensor.place(name, shape, layout.tp_rank, layout.tp_size) for name, shape in shapes.items()}
+
+
+def crossing_note(config: Config, vocab_size: int, layout: Layout, local_size: int) -> str | None:
+    """What it costs that ranks which share matrices are on several machines; None if they are on one."""
+    if local_size % layout.tp_size == 0:
+        return None
+    batch, length = config.batch, config.data.length
+    num_micro = batch.global_batch_size // (batch.micro_batch_size * layout.dp_size)
+    rows = [batch.micro_batch_size * length // 2] * num_micro
+    work = traffic.Work(
+        config.model, config.parallel, layout, places_of(config, vocab_size, layout), batch.micro_batch_size, length,
+        rows, DTYPES[config.train.precision].itemsize,
+    )  # fmt: skip
+    sent = traffic.sent_bytes(traffic.of_step(work), "tp", layout.tp_size)
+    inside = max(n for n in range(1, local_size + 1) if local_size % n == 0 and layout.tp_size % n == 0)
+    return (
+        f"parallel.tp_size={layout.tp_size} reaches over machines, which have {local_size} ranks each: in every step "
+        f"each rank sends {sent / 1e9:,.3g} GB between them, and waits for it. With parallel.tp_size={inside} that "
+        f"would stay inside a machine."
+    )
+
+
 def _cut(config: Config, model: DiT, groups: Groups) -> Cut:
     """Give each tensor-parallel rank its part of the model."""
     if config.parallel.tp_size == 1:
-        return Cut({name: Place.everywhere(p.shape) for name, p in model.named_parameters()})
+        return Cut({name: Place(p.shape) for name, p in model.named_parameters()})
     from mdlm_scale.parallel import tensor  # seconds to import
 
     assert groups.tp is not None, f"the process groups were opened without tp_size={config.parallel.tp_size}"

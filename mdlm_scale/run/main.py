@@ -6,7 +6,7 @@ Nothing is written before every fault that can be found has been found.
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
         data = _read_data(config)
         if check_only:
             if ranks.rank == 0:
-                _print_plan(config, data, build.layout_of(config, ranks))
+                _print_plan(config, data, ranks)
             return 0
         resume_from = _resume_point(config)
         groups.agree("The ranks see other files", data.fingerprints() | {"resume from": str(resume_from)})
@@ -142,16 +142,22 @@ def _identity(config: Config) -> dict[str, Any]:
     return settings | {"code of mdlm_scale": code[:16], "version of torch": torch.__version__}
 
 
-def _print_plan(config: Config, data: Data, own_layout: Layout) -> None:
+def _print_plan(config: Config, data: Data, ranks: World) -> None:
     """What `--check` shows: the resolved config, parameters and memory. Nothing is written."""
     print(config_module.to_yaml(config), end="")
-    size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
+    own_layout, vocab_size = build.layout_of(config, ranks), data.tokenizer.vocab_size
+    size = sizes(config.model, vocab_size, config.data.length)
+    places = build.places_of(config, vocab_size, own_layout)
+    here = replace(size, num_parameters=sum(place.shape.numel() for place in places.values()))
     weight_bytes = build.DTYPES[config.train.precision].itemsize
-    state = size.state_bytes(config.parallel, own_layout.shard_size, weight_bytes)
+    state = here.state_bytes(config.parallel, own_layout.shard_size, weight_bytes)
     print(f"# train: {data.train.describe()}; validation: {data.validation.describe()}")
     print(f"# {own_layout.describe()}; engine {_engine_text(config)}")
     parts = ", ".join(f"{part} {number / 1e6:,.1f}" for part, number in state.items() if number)
-    print(f"# {size.num_parameters:,} parameters; {sum(state.values()) / 1e6:,.1f} MB of state a rank: {parts}")
+    share = f", {here.num_parameters:,} of them on a tensor-parallel rank" if own_layout.tp_size > 1 else ""
+    print(f"# {size.num_parameters:,} parameters{share}; {sum(state.values()) / 1e6:,.1f} MB of state a rank: {parts}")
+    if note := build.crossing_note(config, vocab_size, own_layout, ranks.local_size):
+        print(f"# {note}")
 
 
 def _resume_point(config: Config) -> Path | None:
@@ -192,6 +198,9 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, res
     )
     ema = Ema(engine, config.ema.decay)
     state = State() if resume_from is None else checkpoint.restore(resume_from, engine, ema)
+    note = build.crossing_note(config, data.tokenizer.vocab_size, own_layout, groups.ranks.local_size)
+    if note and rank == 0:
+        log.warning(note)
     if note := loader_module.balance_note(own_layout, config.batch, config.diffusion):
         log.info(note)
     loader = Loader(
@@ -256,7 +265,7 @@ def _compare_data(path: Path, data: Data) -> list[str]:
 
 def _engine_text(config: Config) -> str:
     stage = f" stage {config.parallel.zero_stage}" if config.parallel.engine is EngineName.deepspeed else ""
-    return f"{config.parallel.engine}{stage}"
+    return f"{config.parallel.engine}{stage}{', sequence parallel' * config.parallel.sequence_parallel}"
 
 
 def _announce(

@@ -42,11 +42,22 @@ LAYOUTS = {
     "ZeRO 1": zero(1, 2),
     "ZeRO 2": zero(2, 2),
     "ZeRO 3": zero(3, 2),
+    "FSDP2 tp 2": fsdp(2, tp_size=2),
+    "FSDP2 tp 2, sequence parallel": fsdp(2, tp_size=2, sequence_parallel=True),
+    "ZeRO 1 tp 2": zero(1, 2, tp_size=2),
+    "ZeRO 3 tp 2": zero(3, 2, tp_size=2),
 }
 
 
 @pytest.mark.parametrize(
-    "layout", ["plain", "FSDP2", *(pytest.param(f"ZeRO {n}", marks=pytest.mark.slow) for n in (1, 3))]
+    "layout",
+    [
+        "plain",
+        "FSDP2",
+        "FSDP2 tp 2",
+        "FSDP2 tp 2, sequence parallel",
+        *(pytest.param(f"ZeRO {n}", marks=pytest.mark.slow) for n in (1, 3, "3 tp 2")),
+    ],
 )
 def test_switches_do_not_change_a_bit(layout: str) -> None:
     """P3."""
@@ -59,7 +70,7 @@ def test_switches_do_not_change_a_bit(layout: str) -> None:
             assert torch.equal(found["parameters"][key], value), f"{name}: {key}"
 
 
-@pytest.mark.parametrize("layout", ["plain", "FSDP2", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_step_that_is_not_finite_on_one_rank_leaves_no_trace(layout: str) -> None:
     """Weights, moments, counters and averages of all ranks are as if the judge had refused a good step."""
     base = replace(LAYOUTS[layout], steps=5)

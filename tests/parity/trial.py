@@ -87,9 +87,9 @@ def config_of(trial: Trial) -> Config:
     )  # fmt: skip
 
 
-def source(padded: bool) -> Source:
+def source(padded: bool, vocab_size: int = VOCAB) -> Source:
     rows = np.empty(NUM_ROWS, record_type(LENGTH, np.dtype("<u2")))
-    tokens = (np.arange(NUM_ROWS * LENGTH) * 37) % (VOCAB - 1)
+    tokens = (np.arange(NUM_ROWS * LENGTH) * 37) % (vocab_size - 1)
     rows[TOKENS] = (tokens + (tokens >= MASK_ID)).reshape(NUM_ROWS, LENGTH)
     rows[NUM_TOKENS] = LENGTH - np.arange(NUM_ROWS) % 5 if padded else LENGTH
     return Source([in_memory(rows)])
@@ -119,7 +119,9 @@ def run_trial(groups: Groups, trial: Trial, bug: Bug | None = None) -> dict[str,
         poison(model, trial.poison, now)
     engine = build_engine(config, model, initial, CPU, layout, groups)
     ema = Ema(engine, config.ema.decay)
-    loader = make_loader(config, layout, source(trial.padded), model.num_dropout_sites, trial.vocab_size)
+    loader = make_loader(
+        config, layout, source(trial.padded, trial.vocab_size), model.num_dropout_sites, trial.vocab_size
+    )
     result: dict[str, Any] = {"loss": [], "norm": [], "noise": [], "traces": []}
     updates = 0
     for now["step"] in range(trial.steps):

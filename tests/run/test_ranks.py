@@ -162,6 +162,7 @@ class ByHand:
     """Ranks started one by one, each with its own settings and in its own folder, without a launcher."""
 
     folder: Path
+    local_size: int | None = None  # ranks a machine, as a launcher would say
     port: int = field(default_factory=free_port)
     processes: list[BaseProcess] = field(default_factory=list)
 
@@ -171,6 +172,8 @@ class ByHand:
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
         }  # fmt: skip
+        if self.local_size is not None:
+            environment["LOCAL_WORLD_SIZE"] = str(self.local_size)
         process = multiprocessing.get_context("forkserver").Process(
             target=_train, args=(environment, given, cwd, self.folder / f"err-{rank}")
         )
@@ -224,8 +227,10 @@ def both(by_hand: ByHand, given: list[str]) -> None:
         ["parallel.engine=deepspeed", "parallel.zero_stage=1"],
         ["parallel.engine=deepspeed", "parallel.zero_stage=2"],
         ["parallel.engine=deepspeed", "parallel.zero_stage=3"],
+        ["parallel.engine=fsdp", "parallel.tp_size=2", "parallel.sequence_parallel=true"],
+        ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.tp_size=2"],
     ],
-    ids=["fsdp", "zero 0", "zero 1", "zero 2", "zero 3"],
+    ids=["fsdp", "zero 0", "zero 1", "zero 2", "zero 3", "fsdp tp", "zero 3 tp"],
 )
 def test_ranks_go_on_bit_equal(by_hand: ByHand, tmp_path: Path, corpus: Path, engine: list[str]) -> None:
     """Masters, moments, averages and counters, stopped at step 3 and loaded by new processes."""
@@ -235,6 +240,19 @@ def test_ranks_go_on_bit_equal(by_hand: ByHand, tmp_path: Path, corpus: Path, en
     both(by_hand, arguments(parts, corpus, *options, "train.num_steps=3"))
     both(by_hand, arguments(parts, corpus, *options))
     assert_close(tensors(checkpoint.newest(parts)), tensors(checkpoint.newest(whole)), 0.0)
+
+
+@pytest.mark.parametrize("first", [1, 2], ids=["cut, then whole", "whole, then cut"])
+def test_a_run_goes_on_with_another_tp_size(by_hand: ByHand, tmp_path: Path, corpus: Path, first: int) -> None:
+    """A checkpoint has whole parameters, whoever wrote it."""
+    mixed, alone = tmp_path / "mixed", tmp_path / "alone"
+    options = ["train.precision=float64", "evaluate.every=99", "parallel.engine=fsdp"]
+    sizes = ["parallel.tp_size=1", "parallel.tp_size=2"]
+    both(by_hand, arguments(mixed, corpus, *options, sizes[first - 1], "train.num_steps=3"))
+    both(by_hand, arguments(mixed, corpus, *options, sizes[2 - first]))
+    both(by_hand, arguments(alone, corpus, *options))
+    # float64 sums in another order, grown over six Adam steps
+    assert_close(tensors(checkpoint.newest(mixed)), tensors(checkpoint.newest(alone)), 1e-11)
 
 
 def test_ranks_with_other_settings_are_refused(by_hand: ByHand, tmp_path: Path, corpus: Path) -> None:
@@ -365,13 +383,67 @@ def test_setting_of_another_engine_is_refused(overrides: list[str], expected: st
     assert main.faults(config.load(DEBUG, overrides), World(0, 2, 0)) == [expected]
 
 
-def test_deepspeed_that_is_not_installed(tmp_path: Path, corpus: Path) -> None:
-    given = arguments(tmp_path / "run", corpus, "parallel.engine=deepspeed")
-    program = "import sys; sys.modules['deepspeed'] = None; from mdlm_scale import train; sys.exit(train.main())"
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        (
+            ["parallel.tp_size=3"],
+            3,
+            "parallel.tp_size=3 does not divide model.num_heads=4, and a head is not cut. These do: 1, 2, 4.",
+        ),
+        (
+            ["parallel.tp_size=4", "parallel.sequence_parallel=true", "data.length=30"],
+            4,
+            "data.length=30 is not a multiple of parallel.tp_size=4, so that parallel.sequence_parallel cannot deal "
+            "the positions evenly. Nearest that work: 28 or 32; or switch it off.",
+        ),
+        (
+            ["parallel.sequence_parallel=true"],
+            2,
+            "parallel.sequence_parallel is for parallel.tp_size above 1: the ranks that share matrices do it.",
+        ),
+        (
+            ["parallel.tp_size=2"],
+            3,
+            "3 ranks cannot be laid out as tp_size * replicate_size * shards = 2 * 1 * shards: 2 does not divide 3. "
+            "Nearest that work: 2 or 4 ranks, or parallel.tp_size=1 and parallel.replicate_size=1 on 3.",
+        ),
+    ],
+    ids=["heads", "length", "no tp", "world size"],
+)
+def test_layout_that_cannot_cut_the_model(overrides: list[str], world_size: int, expected: str) -> None:
+    given = config.load(DEBUG, ["parallel.engine=fsdp", *overrides])
+    assert main.faults(given, World(0, world_size, 0)) == [expected]
+
+
+def test_tensor_parallel_ranks_on_several_machines_are_told_the_price(
+    by_hand: ByHand, tmp_path: Path, corpus: Path
+) -> None:
+    """A block sums two outputs and two gradients a micro-batch, 2 rows of 32 x 32 float32 each; beside them the
+    embedding, half of the hidden rows, and three numbers for each of these. In a ring of two a rank sends as many
+    bytes as a sum has, and half of those that an all-gather makes."""
+    by_hand.local_size = 1
+    both(by_hand, arguments(tmp_path / "run", corpus, "parallel.engine=fsdp", "parallel.tp_size=2"))
+    layers, micro, rows = config.load(DEBUG).model.num_layers, 4, 2 * 32
+    sent = micro * (4 * 32 * (rows * (4 * layers + 1) + rows // 2) + 3 * rows // 2 * 4 * 2 // 2)
+    told = (tmp_path / "run" / "log.txt").read_text()
+    assert "parallel.tp_size=2 reaches over machines, which have 1 ranks each" in told
+    assert f"sends {sent / 1e9:,.3g} GB between them, and waits for it. With parallel.tp_size=1" in told
+
+
+@pytest.mark.parametrize("missing", ["deepspeed", "megatron.core"])
+def test_package_that_is_not_installed(tmp_path: Path, corpus: Path, missing: str) -> None:
+    engine, needs, name = {
+        "deepspeed": (["parallel.engine=deepspeed"], "parallel.engine=deepspeed needs DeepSpeed", "deepspeed=="),
+        "megatron.core": (
+            ["parallel.engine=fsdp", "parallel.tp_size=2"], "parallel.tp_size=2 needs megatron-core", "megatron-core"
+        ),
+    }[missing]  # fmt: skip
+    given = arguments(tmp_path / "run", corpus, *engine, "--check")
+    program = f"import sys; sys.modules['{missing}'] = None; from mdlm_scale import train; sys.exit(train.main())"
     command = [sys.executable, "-c", program, *given]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2, ended.stderr
-    assert "parallel.engine=deepspeed needs DeepSpeed, which cannot be imported" in ended.stderr
-    assert "pip install deepspeed==" in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    assert f"{needs}, which cannot be imported" in ended.stderr
+    assert f"pip install {name}" in ended.stderr
     assert not (tmp_path / "run").exists()

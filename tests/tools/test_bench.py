@@ -13,11 +13,6 @@ import torch
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
-@pytest.fixture(autouse=True)
-def tools_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOLS / "bench_masked_ce.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -70,6 +65,15 @@ def test_one_variant_reports_time_share_and_memory() -> None:
     result = json.loads(done.stdout)
     assert result.keys() == {"seconds", "share_of_limit", "peak_mb"}
     assert result["seconds"] > 0
+
+
+def test_a_cut_vocabulary_is_timed_beside_the_whole(tmp_path: Path) -> None:
+    small = ("--tokens", "64", "--d", "16", "--vocab", "101", "--repeat", "1", "--threads", "2")
+    done = run("--tp", "2", *small, "--json", str(tmp_path / "ce.json"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "ce.json").read_text())
+    assert result.keys() == {"whole", "cut"}
+    assert all(figure > 0 for each in result.values() for figure in each.values())
 
 
 def test_what_does_not_fit_is_skipped_and_null(tmp_path: Path) -> None:

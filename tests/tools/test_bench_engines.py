@@ -13,7 +13,7 @@ import pytest
 import torch
 from parity.ranks import run_ranks
 
-from mdlm_scale.config import BatchConfig
+from mdlm_scale.config import BatchConfig, EngineName
 from mdlm_scale.parallel.groups import Groups
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -22,19 +22,13 @@ SMALL = Namespace(width=32, layers=2, heads=4, length=16)
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return imported(monkeypatch)
-
-
-def imported(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(TOOLS)])  # last: tools/parity.py would hide the package `parity`
+def bench() -> ModuleType:
     return importlib.import_module("bench_engines")
 
 
 def weights_after_rounds(groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
     """On one rank: every loop's weights after some steps."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        bench = imported(monkeypatch)
+    bench = importlib.import_module("bench_engines")
     config = replace(bench.config_of(SMALL), batch=BatchConfig(2, 2))
     loops = bench.make_loops(config, VOCAB, groups)
     rounds = bench.timed_rounds(loops, bench.make_batch(config, VOCAB, range(2)), num_rounds=1)
@@ -71,6 +65,26 @@ def test_bytes_of_two_ranks_are_those_foretold(bench: ModuleType) -> None:
     formula = sum(bench.sizes(config.model, VOCAB, SMALL.length).state_bytes(engine, 2, 4).values())
     # rows are dealt whole, the odd one to the first rank; and there is a counter of Adam for each parameter
     assert sum(max(both) for both in counts) / 2 == pytest.approx(formula, rel=0.05)
+
+
+LAYOUTS = importlib.import_module("bench_engines").LAYOUTS
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (ranks > 2)) for name, (ranks, _) in LAYOUTS.items()]
+)
+def test_collectives_of_a_step_are_those_foretold(bench: ModuleType, name: str) -> None:
+    """Every one of them, on every rank; only DeepSpeed's buckets have padding."""
+    world_size, parallel = LAYOUTS[name]
+    batch = BatchConfig(4 * world_size // parallel.tp_size, 2)
+    config = replace(bench.config_of(SMALL), parallel=parallel, batch=batch)
+    for rows in run_ranks(bench.collective_rows, world_size, config, VOCAB, tp_size=parallel.tp_size):
+        assert [row for row in rows if not bench.is_as_foretold(row)] == []
+        assert {("tp", "all-gather"), ("tp", "all-reduce")} <= {(row["group"], row["kind"]) for row in rows}
+        hooks = [row["hooks"] for row in rows if row["hooks"]]
+        per_parameter = parallel.engine is EngineName.deepspeed and parallel.zero_stage > 0
+        # 4 of the time embedding, 5 a block, 3 at the end; after each of two micro-batches
+        assert hooks == ([2 * (4 + 5 * SMALL.layers + 3)] if per_parameter else [])
 
 
 def test_the_time_of_one_number_of_tokens_is_json() -> None:

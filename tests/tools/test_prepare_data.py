@@ -36,7 +36,6 @@ BYTES_16 = ("--tokenizer", "bytes", "--length", LENGTH)
 def prepare(*arguments: object, block_bytes: int = 500) -> int:
     """The tool in this process; blocks are small, so that each worker gets some."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOL.parent))
         patch.setattr(documents, "BLOCK_BYTES", block_bytes)
         return importlib.import_module("prepare_data").main([*map(str, arguments)])
 
@@ -373,6 +372,7 @@ def test_help_is_given_without_heavy_imports() -> None:
     code = f"""
 import runpy, sys
 sys.argv = ["prepare_data.py", "--help"]
+sys.path.insert(0, {str(TOOL.parent)!r})
 try:
     runpy.run_path({str(TOOL)!r}, run_name="__main__")
 finally:

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prepare_recipes import detokenizer
 
 from mdlm_scale import log as log_module
 from mdlm_scale.config import TokenizerConfig
-from mdlm_scale.data import documents, recipes, shards
+from mdlm_scale.data import documents, shards
 from mdlm_scale.data import tokenizer as tokenizer_module
 from mdlm_scale.data.documents import Block, File
 from mdlm_scale.data.rows import Cutter, Records, Wrapping, token_type
@@ -216,7 +217,7 @@ def _start_worker(settings: Settings) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = tokenizer_module.load(TokenizerConfig(name=settings.tokenizer))
-    _worker = settings, tokenizer, recipes.detokenizer(settings.detokenizer), _cutter(settings, tokenizer)
+    _worker = settings, tokenizer, detokenizer(settings.detokenizer), _cutter(settings, tokenizer)
 
 
 def _end_with_parent() -> None:

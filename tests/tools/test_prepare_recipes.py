@@ -7,11 +7,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from prepare_recipes import RECIPES, detokenizer
 
 from mdlm_scale.data.documents import PYTHON_VALIDATION, python_documents
-from mdlm_scale.data.recipes import RECIPES, detokenizer
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 NUM_DOCUMENTS = {"train": 5, "validation": 3, "test": 4}  # of the files as the hub has them
 HUB: dict[str, tuple[str, str, dict[str, int]]] = {  # folder and field there, and how many documents are ours
     "openwebtext": ("", "text", {"train": 3, "validation": 2}),
@@ -27,10 +26,8 @@ HUB: dict[str, tuple[str, str, dict[str, int]]] = {  # folder and field there, a
 
 
 def prepare(output: Path, *arguments: object) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        settings = ("--output", output, "--tokenizer", "bytes", "--length", 16, "--workers", 1)
-        return importlib.import_module("prepare_data").main([*map(str, (*arguments, *settings))])
+    settings = ("--output", output, "--tokenizer", "bytes", "--length", 16, "--workers", 1)
+    return importlib.import_module("prepare_data").main([*map(str, (*arguments, *settings))])
 
 
 def manifests(output: Path) -> dict[str, dict]:
