@@ -159,6 +159,7 @@ class ParallelConfig:
     recompute: Recompute = Recompute.none  # what is computed again instead of kept
     compile: bool = False  # compile each block with torch.compile
     timeout_minutes: float = 10.0  # how long a rank waits for the others before it ends with an error
+    start_minutes: float = 30.0  # the same until the first step is done, which may compile or fetch a lot
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,15 @@ class EvaluateConfig:
 class CheckpointConfig:
     every: int = 5000  # steps between checkpoints; the last step always has one
     keep: int = 2  # the newest ones that stay
+    keep_every: int | None = None  # steps between those that stay for good; by default none does
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    max_skips: int = 0  # steps in a row with a non-finite loss or gradient norm that are skipped before the run stops
+    max_skips: int = 3  # bad steps in a row that are skipped: a loss or gradient norm that is not finite, or a spike
+    max_rewinds: int = 1  # after one more, returns to the last checkpoint with those steps left out; then the run stops
+    # a loss above the median of the last 128 by this many of their (scaled median) deviations is a spike; null: none is
+    spike: float | None = None  # 20 is a cautious choice
 
 
 @dataclass(frozen=True)

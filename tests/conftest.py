@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +59,17 @@ def train_run(tmp_path: Path, corpus: Path) -> Iterator[Train]:
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[Any]:
+    """Ranks that a test starts one by one (`runs.ByHand`); none outlives it."""
+    from runs import ByHand
+
+    (tmp_path / "said").mkdir()
+    ranks = ByHand(tmp_path / "said")
+    yield ranks
+    for process in ranks.processes:
+        if process.is_alive():
+            process.kill()
+            process.join()

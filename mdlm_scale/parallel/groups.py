@@ -123,6 +123,12 @@ class Groups:
             self.tp, _ = dist.new_subgroups_by_enumeration(neighbours)
             self.dp, _ = dist.new_subgroups_by_enumeration(alike)
 
+    def set_timeout(self, minutes: float) -> None:
+        """How long any collective waits from now on, also those of groups that engines have made for themselves."""
+        if dist.is_initialized():
+            for group in list(dist.distributed_c10d._world.pg_map):
+                dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
+
     def sum(self, values: Sequence[float], over: Over = Over.dp) -> list[float]:
         """Each value added up over ranks, by default over those that own other slots."""
         if self.ranks.size == 1 or (over is Over.tp and self.tp is None):

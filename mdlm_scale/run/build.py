@@ -139,8 +139,8 @@ def faults(config: Config, layout: Layout | None) -> list[str]:
         for name, owner in _OF_ONE_ENGINE.items()
         if owner is not parallel.engine and getattr(parallel, name) != _default(name)
     ]
-    if not parallel.timeout_minutes > 0:
-        found.append(f"parallel.timeout_minutes={parallel.timeout_minutes} must be above 0.")
+    minutes = {"timeout_minutes": parallel.timeout_minutes, "start_minutes": parallel.start_minutes}
+    found += [f"parallel.{name}={value} must be above 0." for name, value in minutes.items() if not value > 0]
     if parallel.sequence_parallel and parallel.tp_size == 1:
         found.append("parallel.sequence_parallel is for parallel.tp_size above 1: the ranks that share matrices do it.")
     if parallel.tp_size > 1 and parallel.engine is not EngineName.plain:

@@ -30,12 +30,14 @@ from mdlm_scale.log import log
 from mdlm_scale.model import dit, init
 from mdlm_scale.model.sizes import Sizes, gemm_rate, sizes
 from mdlm_scale.parallel.groups import Groups, Over, World, world
-from mdlm_scale.run import build, checkpoint, evaluate, guard, optimizer
+from mdlm_scale.run import build, checkpoint, evaluate, guard, optimizer, saver
+from mdlm_scale.run.attempt import Attempt
 from mdlm_scale.run.checkpoint import State
 from mdlm_scale.run.ema import Ema
 from mdlm_scale.run.loop import Run, train
 from mdlm_scale.run.metrics import Metrics
 from mdlm_scale.run.preempt import Stop
+from mdlm_scale.run.saver import Saver
 
 
 def main(config_path: str, overrides: list[str], check_only: bool) -> int:
@@ -49,31 +51,28 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
         raise_if_any(faults(config, ranks))
         device = build.device_of(config, ranks)
         if ranks.size > 1 or config.parallel.engine is not EngineName.plain:
-            groups.open(device, config.parallel.timeout_minutes, config.parallel.tp_size)
+            groups.open(device, config.parallel.start_minutes, config.parallel.tp_size)
         groups.agree("The ranks differ", _identity(config))
         data = _read_data(config)
         if check_only:
             if ranks.rank == 0:
                 _print_plan(config, data, ranks)
             return 0
-        resume_from = _resume_point(config)
-        groups.agree("The ranks see other files", data.fingerprints() | {"resume from": str(resume_from)})
-        if resume_from is not None and (Path(config.run.dir) / "done").exists():
-            step = checkpoint.read_manifest(resume_from)["state"]["step"]
+        newest = _resume_point(config)
+        groups.agree("The ranks see other files", data.fingerprints() | {"resume from": str(newest)})
+        notes = [] if newest is None else _compare_data(newest, data)
+        if newest is not None and (Path(config.run.dir) / "done").exists():
+            step = checkpoint.read_manifest(newest)["state"]["step"]
             if step >= config.train.num_steps:
-                log.info(
-                    f"run {config.run.dir} is done: {step} steps, {resume_from}; a higher train.num_steps would go on"
-                )
+                log.info(f"run {config.run.dir} is done: {step} steps, {newest}; a higher train.num_steps would go on")
                 return 0
-        return _train(config, groups, device, data, resume_from)
+        return _train(config, groups, device, data, notes)
 
 
 def faults(config: Config, ranks: World) -> list[str]:
     """Everything wrong with a configuration that can be told without reading data."""
     counts = {
         "train.num_steps": config.train.num_steps,
-        "checkpoint.every": config.checkpoint.every,
-        "checkpoint.keep": config.checkpoint.keep,
         "logging.every": config.logging.every,
     }
     found = [f"{key}={value} must be at least 1." for key, value in counts.items() if value < 1]
@@ -90,6 +89,7 @@ def faults(config: Config, ranks: World) -> list[str]:
     found += laid_out + build.faults(config, None if laid_out else build.layout_of(config, ranks))
     found += optimizer.faults(config.optimizer, config.ema)
     found += evaluate.faults(config.evaluate)
+    found += saver.faults(config.checkpoint)
     found += guard.faults(config.guard)
     return found
 
@@ -177,11 +177,12 @@ def _resume_point(config: Config) -> Path | None:
     return checkpoint.newest(folder)
 
 
-def _train(config: Config, groups: Groups, device: torch.device, data: Data, resume_from: Path | None) -> int:
-    rank = groups.ranks.rank
-    notes = [] if resume_from is None else _compare_data(resume_from, data)
+def _train(config: Config, groups: Groups, device: torch.device, data: Data, notes: list[str]) -> int:
+    rank, folder = groups.ranks.rank, Path(config.run.dir)
     if rank == 0:
         _open_folder(config)
+    attempt = Attempt(folder, groups.gather(Attempt.begin(folder).number if rank == 0 else None)[0])
+    resume_from = checkpoint.newest_sound(folder / "checkpoints", groups)
     dtype = build.DTYPES[config.train.precision]
     size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
     own_layout = build.layout_of(config, groups.ranks)
@@ -197,7 +198,10 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, res
         groups,
     )
     ema = Ema(engine, config.ema.decay)
-    state = State() if resume_from is None else checkpoint.restore(resume_from, engine, ema)
+    state = State()
+    if resume_from is not None:
+        state, num_bytes = checkpoint.restore(resume_from, engine, ema)
+        notes = [f"resumed from {resume_from}, {num_bytes / 1e6:,.1f} MB read by rank 0", *notes]
     note = build.crossing_note(config, data.tokenizer.vocab_size, own_layout, groups.ranks.local_size)
     if note and rank == 0:
         log.warning(note)
@@ -210,17 +214,20 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, res
     )  # fmt: skip
     total_rate = groups.sum([gemm_rate(device, dtype)], over=Over.all)[0]
     with Metrics(config, size, total_rate, state, rank) as metrics:
-        if resume_from is not None:
-            for note in (f"resumed from {resume_from}", *notes):
-                metrics.event(state.step, note)
+        for note in notes:
+            metrics.event(state.step, note)
         run = Run(
-            config, own_layout, groups, loader, data.validation, engine, ema, guard.Guard(config.guard),
-            Stop(groups, config.train.max_minutes), metrics, data.fingerprints(), resume_from,
+            config, own_layout, groups, loader, data.validation, engine, ema,
+            guard.Guard(config.guard, state.losses), Stop(groups, config.train.max_minutes), metrics,
+            Saver(config, own_layout, groups, checkpoint.parts(engine.shards(), ema), data.fingerprints(), attempt,
+                  resume_from),
         )  # fmt: skip
+        groups.set_timeout(config.parallel.start_minutes)
         try:
             state = train(run, state)
         finally:
             loader.close()
+            run.saver.close()
     return _conclude(config, state, rank)
 
 

@@ -23,6 +23,7 @@ from mdlm_scale.model.sizes import Sizes
 from mdlm_scale.parallel.engine import Update
 from mdlm_scale.run.checkpoint import State
 from mdlm_scale.run.evaluate import Evaluation
+from mdlm_scale.run.saver import Saved
 from mdlm_scale.run.step import Report
 
 
@@ -44,9 +45,7 @@ class Metrics:
         self.file: TextIO | None = None
         self.wandb: Any = None
         if rank == 0:
-            path = self.folder / "metrics.jsonl"
-            _forget_after(path, state.step)
-            self.file = path.open("a", encoding="utf-8")
+            self.rewind(state.step)
             self.wandb = _start_wandb(config, self.folder)
 
     def __enter__(self) -> "Metrics":
@@ -94,9 +93,22 @@ class Metrics:
             f"(EMA weights, {evaluation.num_rows} rows; unigram ppl {unigram_ppl:.2f})"
         )
 
+    def saved(self, saved: Saved) -> None:
+        """A checkpoint is complete."""
+        figures = {"stall_seconds": saved.stall_seconds, "seconds": saved.seconds, "bytes": saved.num_bytes}
+        self.write("event", saved.step, {"message": f"saved {saved.path.name}", **figures})
+
     def event(self, step: int, message: str) -> None:
         self.write("event", step, {"message": message})
         log.info(f"step {step}: {message}")
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of steps past this one, which are done again; on rank 0."""
+        path = self.folder / "metrics.jsonl"
+        if self.file is not None:
+            self.file.close()
+        _forget_after(path, step)
+        self.file = path.open("a", encoding="utf-8")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -114,7 +126,7 @@ class Metrics:
             self.wandb.log({f"{kind}/{key}": value for key, value in figures.items()}, step=step)
 
     def _progress(self, step: int, row: dict[str, Any]) -> str:
-        per_step = (time.monotonic() - self.started) / (step - self.first_step)
+        per_step = (time.monotonic() - self.started) / max(1, step - self.first_step)
         return (
             f"step {step}/{self.num_steps} {step / self.num_steps:4.0%} | "
             f"eta {log_module.duration((self.num_steps - step) * per_step)} | "

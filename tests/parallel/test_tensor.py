@@ -28,9 +28,11 @@ from mdlm_scale.model.dit import DiT
 from mdlm_scale.parallel import tensor
 from mdlm_scale.parallel.groups import Groups, Over
 from mdlm_scale.run import checkpoint
+from mdlm_scale.run.attempt import Attempt
 from mdlm_scale.run.build import build_engine, build_model, layout_of
 from mdlm_scale.run.checkpoint import State
 from mdlm_scale.run.ema import Ema
+from mdlm_scale.run.saver import Saver
 from mdlm_scale.run.step import forward_backward
 
 
@@ -106,7 +108,11 @@ def trained(groups: Groups, trial: Trial, folder: Path) -> dict[str, Any]:
         engine.step(lambda norm: True, 1e-3)
         ema.update(engine, step + 1)
     loader.close()
-    checkpoint.save(folder, State(3, 3), engine, ema, config, layout, groups, {})
+    config = replace(config, run=replace(config.run, dir=str(folder)))
+    attempt = Attempt(folder, groups.gather(Attempt.begin(folder).number if layout.rank == 0 else None)[0])
+    saver = Saver(config, layout, groups, checkpoint.parts(engine.shards(), ema), {}, attempt, None)
+    saver.save(State(3, 3))
+    saver.finish()
     padding = []
     for name in ("embed.weight", "head.weight", "head.bias"):
         shard = engine.shards().get(name)
@@ -128,7 +134,7 @@ def test_padding_never_trains_and_is_not_in_a_checkpoint(tmp_path: Path, trial: 
     padding = [value for rank in ranks for value in rank["padding"]]
     assert len(padding) == 4 * (2 * 32 + 1)
     assert set(padding) == {0.0}
-    path = tmp_path / "step-000003"
+    path = tmp_path / "checkpoints" / "step-000003"
     manifest = checkpoint.read_manifest(path)
     for name, value in ranks[0]["parameters"].items():
         stored = checkpoint.read_tensor(path, manifest, f"model/{name}")

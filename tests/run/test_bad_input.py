@@ -176,7 +176,9 @@ def test_damaged_checkpoint(train_run: Train, tmp_path: Path, capsys: pytest.Cap
     data[-1] ^= 1
     file.write_bytes(data)
     assert train_run() == 2
-    assert "step-000003 is damaged: rank-00000.safetensors" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "step-000003 is damaged: rank-00000.safetensors does not have the sha256 of the manifest." in message
+    assert "No other checkpoint is there." in message
 
 
 def test_sample_of_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

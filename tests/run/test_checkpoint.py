@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,19 @@ from mdlm_scale.errors import CheckpointError
 from mdlm_scale.run import checkpoint
 
 
+def rows(run: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["kind"] == kind]
+
+
 def test_manifest_describes_the_files(train_run: Train, tmp_path: Path) -> None:
     assert train_run("train.num_steps=2") == 0
     path = checkpoint.newest(tmp_path / "run")
     assert path is not None
     manifest = json.loads((path / "manifest.json").read_text())
+    losses = manifest["state"].pop("losses")
     assert manifest["state"] == {"step": 2, "updates": 2, "skipped_steps": []}
+    assert losses == [row["loss"] for row in rows(tmp_path / "run", "train")]
     assert manifest["config"]["model"]["hidden_size"] == 32
     assert manifest["layout"] == {"world_size": 1, "rank": 0, "tp_size": 1, "replicate_size": 1}
     with safe_open(path / "rank-00000.safetensors", framework="pt") as file:
@@ -62,7 +70,7 @@ def test_unwritable_folder_is_one_error(train_run: Train, tmp_path: Path, capsys
 
 def test_newer_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99; this version reads format 1"):
+    with pytest.raises(CheckpointError, match="has format 99, of another version of mdlm_scale"):
         checkpoint.read_manifest(tmp_path)
 
 

@@ -1,58 +1,27 @@
 """Whole runs on several ranks, through the launchers that users have: the same numbers, one folder, one message."""
 
-import json
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import DEBUG, ROOT, Train
 from parity.ranks import free_port
-from torch import Tensor
+from runs import SECONDS, ByHand, Ended, arguments, assert_close, both, rows, tensors
 
-from mdlm_scale import config, train
+from mdlm_scale import config
 from mdlm_scale.errors import EXIT_RUN_AGAIN
 from mdlm_scale.parallel.groups import World
 from mdlm_scale.run import checkpoint, main
 
-SECONDS = 120.0  # for a launcher and all it started
 LAUNCHERS = {
     "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", "PORT", "-m", "mdlm_scale.train"],
     "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "PORT", "mdlm_scale/train.py"],
 }
-SMALL = [
-    "data.length=32", "model.hidden_size=32", "batch.global_batch_size=8", "batch.micro_batch_size=2",
-    "train.num_steps=6", "evaluate.every=3", "evaluate.rows=32", "checkpoint.every=3", "logging.every=1",
-]  # fmt: skip
-
-
-def arguments(run: Path, corpus: Path | str, *overrides: str) -> list[str]:
-    """The debug recipe on the small corpus."""
-    return [
-        "--config",
-        DEBUG,
-        f"run.dir={run}",
-        f"data.train={corpus}",
-        f"data.validation={corpus}",
-        *SMALL,
-        *overrides,
-    ]
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
 
 
 def launch(launcher: str, given: list[str], seconds: float = SECONDS) -> Ended:
@@ -72,28 +41,11 @@ def launch(launcher: str, given: list[str], seconds: float = SECONDS) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def rows(run: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if row["kind"] == kind]
-
-
-def tensors(path: Path | None) -> dict[str, Tensor]:
-    assert path is not None
-    manifest = checkpoint.read_manifest(path)
-    return {key: checkpoint.read_tensor(path, manifest, key) for key in manifest["tensors"]}
-
-
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
-    """Every tensor, relative to its largest element."""
-    assert ours.keys() == theirs.keys()
-    for key, tensor in theirs.items():
-        difference, largest = float((ours[key] - tensor).abs().max()), float(tensor.abs().max())
-        assert difference <= tolerance * largest, f"{key} differs by {difference} of {largest}"
-
-
 def assert_one_run(run: Path, alone: Path, tolerance: float) -> None:
     """What ranks wrote together is one run, and the numbers are those of one process."""
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "log.txt", "checkpoints", "done"}
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "log.txt", "attempts", "checkpoints", "done"
+    }  # fmt: skip
     assert [row["step"] for row in rows(run, "train")] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows(run, "eval")] == [3, 6]
     for key in ("loss", "grad_norm"):
@@ -155,68 +107,6 @@ def test_check_prints_the_plan_once_and_writes_nothing(tmp_path: Path, corpus: P
     assert ended.out.count("hidden_size: 32\n") == 1
     assert ended.out.count("# 2 ranks: dp 2, tp 1; engine fsdp\n") == 1
     assert not run.exists()
-
-
-@dataclass
-class ByHand:
-    """Ranks started one by one, each with its own settings and in its own folder, without a launcher."""
-
-    folder: Path
-    local_size: int | None = None  # ranks a machine, as a launcher would say
-    port: int = field(default_factory=free_port)
-    processes: list[BaseProcess] = field(default_factory=list)
-
-    def start(self, world_size: int, given: list[str], cwd: Path = ROOT) -> BaseProcess:
-        rank = len(self.processes)
-        environment = {
-            "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
-        }  # fmt: skip
-        if self.local_size is not None:
-            environment["LOCAL_WORLD_SIZE"] = str(self.local_size)
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_train, args=(environment, given, cwd, self.folder / f"err-{rank}")
-        )
-        process.start()
-        self.processes.append(process)
-        return process
-
-    def ended(self, seconds: float = 60.0) -> list[Ended]:
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        said = [(self.folder / f"err-{rank}").read_text() for rank in range(len(self.processes))]
-        codes = [process.exitcode for process in self.processes]
-        assert None not in codes, f"exit codes {codes} after {seconds:.0f} s: {said}"
-        return [Ended(code, "", err) for code, err in zip(codes, said, strict=True) if code is not None]
-
-
-@pytest.fixture
-def by_hand(tmp_path: Path) -> Iterator[ByHand]:
-    (tmp_path / "said").mkdir()
-    ranks = ByHand(tmp_path / "said")
-    yield ranks
-    for process in ranks.processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def _train(environment: dict[str, str], given: list[str], cwd: Path, err: Path) -> None:
-    """In the process of a rank, which has imported everything already."""
-    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-    os.environ |= environment
-    os.chdir(cwd)
-    sys.exit(train.main(given))
-
-
-def both(by_hand: ByHand, given: list[str]) -> None:
-    """Two ranks from their start to a good end."""
-    by_hand.processes, by_hand.port = [], free_port()
-    for _ in range(2):
-        by_hand.start(2, given)
-    ended = by_hand.ended(SECONDS)
-    assert [rank.code for rank in ended] == [0, 0], ended
 
 
 @pytest.mark.parametrize(
