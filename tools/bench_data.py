@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import numpy as np
+import prepare_documents as documents
 import torch
 from prepare_workers import Documents, Settings, Workers, prepare
 
 from mdlm_scale import log as log_module
 from mdlm_scale.config import BatchConfig, DataConfig, DiffusionConfig, TokenizerConfig
-from mdlm_scale.data import documents, source
+from mdlm_scale.data import source
 from mdlm_scale.data import tokenizer as tokenizer_module
 from mdlm_scale.data.cache import _streaming
 from mdlm_scale.data.loader import Loader

@@ -20,12 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import prepare_documents as documents
+from prepare_documents import File
 from prepare_recipes import DETOKENIZERS, RECIPES, Recipe
 from prepare_workers import Documents, Settings, Workers, prepare
 
 from mdlm_scale import log as log_module
-from mdlm_scale.data import documents, shards
-from mdlm_scale.data.documents import File
+from mdlm_scale.data import shards
 from mdlm_scale.data.rows import Wrapping
 from mdlm_scale.errors import DataError, UserError, raise_if_any
 from mdlm_scale.log import log

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mdlm_scale.data.documents import PYTHON_VALIDATION
 from mdlm_scale.data.rows import Wrapping
+from mdlm_scale.data.texts import PYTHON_VALIDATION
 
 Rules = tuple[tuple[str, str], ...]  # regular expression, replacement
 

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prepare_documents as documents
+from prepare_documents import Block, File
 from prepare_recipes import detokenizer
 
 from mdlm_scale import log as log_module
 from mdlm_scale.config import TokenizerConfig
-from mdlm_scale.data import documents, shards
+from mdlm_scale.data import shards
 from mdlm_scale.data import tokenizer as tokenizer_module
-from mdlm_scale.data.documents import Block, File
 from mdlm_scale.data.rows import Cutter, Records, Wrapping, token_type
 from mdlm_scale.data.tokenizer import Ids, Tokenizer
 from mdlm_scale.errors import DataError

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mdlm_scale.config import DataConfig
-from mdlm_scale.data import documents, order, shards
+from mdlm_scale.data import order, shards, texts
 from mdlm_scale.data.cache import Cache, Remote, read_remote
 from mdlm_scale.data.order import Index, Ints
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Cutter, Records, Wrapping, token_type
@@ -194,7 +194,7 @@ def in_memory(records: Records, where: str = "memory", tokenizer_fingerprint: st
 
 
 def _dataset(where: str, split: str, config: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Dataset:
-    if where == documents.PYTHON or Path(where).is_file():
+    if where == texts.PYTHON or Path(where).is_file():
         return in_memory(_text_rows(where, split, config, tokenizer), where, tokenizer.fingerprint)
     if "://" in where:
         description = read_remote(where)
@@ -282,14 +282,8 @@ def _disagreements(description: Description, config: DataConfig, tokenizer: Toke
 
 def _text_rows(where: str, split: str, config: DataConfig, tokenizer: Tokenizer) -> Records:
     """The wrapped rows of a text file (or of one split of `python`)."""
-    files = documents.find([where])
-    found = list(documents.blocks(files))
-    if where == documents.PYTHON:
-        cut = len(documents.python_documents()) - documents.PYTHON_VALIDATION
-        found = list(documents.part(iter(found), *((0, cut) if split == "train" else (cut, None))))
     cutter = Cutter(Wrapping(), config.length, tokenizer, token_type(tokenizer.vocab_size))
-    texts = [text for block in found for text in documents.read(block, "text", strict=True).texts]
-    ids = tokenizer.encode_batch(texts)
+    ids = tokenizer.encode_batch(texts.documents(where, split))
     records = np.concatenate([cutter.add(cutter.pack(ids)), cutter.finish()])
     if len(records) == 0:
         raise DataError(f"'{where}' holds no text.")

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prepare_documents as documents
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mdlm_scale.config import TokenizerConfig
-from mdlm_scale.data import cache, documents, shards
+from mdlm_scale.data import cache, shards
 from mdlm_scale.data import tokenizer as tokenizer_module
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records
 

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from prepare_recipes import RECIPES, detokenizer
 
-from mdlm_scale.data.documents import PYTHON_VALIDATION, python_documents
+from mdlm_scale.data.texts import PYTHON_VALIDATION, python_documents
 
 NUM_DOCUMENTS = {"train": 5, "validation": 3, "test": 4}  # of the files as the hub has them
 HUB: dict[str, tuple[str, str, dict[str, int]]] = {  # folder and field there, and how many documents are ours

@@ -4,24 +4,19 @@ A block is some consecutive records of one file. How files are cut depends on th
 blocks, in whatever processes, finds the same documents in the same order. A text file is one document a line.
 """
 
-import ast
 import gzip
-import hashlib
 import json
 import os
-import pkgutil
 import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
+from mdlm_scale.data.texts import PYTHON, decoded, python_documents
 from mdlm_scale.errors import DataError, raise_if_any
 
-PYTHON = "python"  # stands for the documentation that ships with Python
-PYTHON_VALIDATION = 15  # documents of it, the last ones, that are for validation
 BLOCK_BYTES = 1 << 19  # of text, before the rest of the last line
 KINDS = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".zst")
@@ -112,40 +107,13 @@ def read(block: Block, field: str, *, strict: bool) -> Texts:
         assert block.data is not None
         whole = block.file.kind == "whole"
         lines = [block.data] if whole else block.data.split(b"\n")[block.skip : block.skip + block.num_records]
-        text, num_replaced = _decoded(block, b"\n".join(lines), strict)
+        text, num_replaced = decoded(block.file.path, b"\n".join(lines), block.first, strict)
         texts = [text] if whole else [line.removesuffix("\r") for line in text.split("\n")]
     if block.file.kind == "jsonl":
         texts, num_halves = _json_texts(block, texts, field, strict)
         num_replaced += num_halves
     full = [text for text in texts if text.strip()]
     return Texts(full, len(texts) - len(full), num_replaced)
-
-
-@lru_cache
-def python_documents() -> tuple[tuple[str, str], ...]:
-    """(name, text) of Python's help topics and of the library's doc strings, in an order that mixes the two."""
-    from pydoc_data.topics import topics
-
-    documents = list(topics.items())
-    library = Path(ast.__file__).parent
-    for name in sorted(module.name for module in pkgutil.iter_modules([str(library)])):
-        path = library / f"{name}.py" if (library / f"{name}.py").is_file() else library / name / "__init__.py"
-        if not path.is_file():
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        texts = list(_doc_strings(tree))
-        if texts:
-            documents.append((name, "\n\n".join(texts)))
-    return tuple(sorted(documents, key=lambda named: hashlib.sha256(named[0].encode()).digest()))
-
-
-def _doc_strings(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
-    """Of a module, its classes and functions, and their methods."""
-    if text := ast.get_docstring(node):
-        yield text
-    for child in node.body:
-        if isinstance(child, ast.ClassDef | ast.FunctionDef):
-            yield from _doc_strings(child)
 
 
 def _kind(path: Path) -> str | None:
@@ -213,25 +181,6 @@ def _parquet_texts(block: Block, field: str) -> list[str]:
     wrong = [f"'{path}', row {row}: {field} is {type(text).__name__}" for row, text in rows if type(text) is not str]
     raise_if_any((f"{fault}, not text." for fault in wrong[:MAX_SHOWN]), DataError)
     return texts
-
-
-def _decoded(block: Block, data: bytes, strict: bool) -> tuple[str, int]:
-    """The text, and how many of its characters stand for bytes that are none."""
-    path = block.file.path
-    if b"\0" in data:
-        line = block.first + data[: data.index(b"\0")].count(b"\n") + 1
-        raise DataError(f"'{path}', line {line}: a zero byte; this is not UTF-8 text.")
-    try:
-        return data.decode(), 0
-    except UnicodeDecodeError as error:
-        if strict:
-            line = block.first + data[: error.start].count(b"\n") + 1
-            raise DataError(
-                f"'{path}', line {line}: {error.reason} in UTF-8. Mend the file, or prepare it without --strict: such "
-                f"bytes are then replaced and counted."
-            ) from error
-    text = data.decode(errors="replace")
-    return text, text.count("\ufffd") - data.count("\ufffd".encode())
 
 
 def _json_texts(block: Block, lines: list[str], field: str, strict: bool) -> tuple[list[str], int]:

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import prepare_documents as documents
 import pyarrow
 import pyarrow.parquet
 import pytest
+from prepare_documents import Texts
 
-from mdlm_scale.data import documents
-from mdlm_scale.data.documents import Texts
 from mdlm_scale.errors import DataError
 
 TEXTS = [
