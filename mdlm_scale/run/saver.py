@@ -31,6 +31,7 @@ from mdlm_scale.run.attempt import Attempt
 from mdlm_scale.run.checkpoint import FORMAT, MANIFEST, Part, State
 
 POLL_SECONDS = 0.02
+PATIENCE = 6  # times parallel.timeout_minutes, for a file system to take one save
 DTYPES = {torch.float64: "F64", torch.float32: "F32"}  # safetensors' names
 
 
@@ -89,10 +90,13 @@ class Saver:
         return None
 
     def wait(self) -> Saved | None:
-        """The same, after the save that is under way. Its own waits have an end."""
+        """The same, after the save that is under way."""
         if self.thread is None:
             return None
-        self.thread.join()
+        minutes = PATIENCE * self.config.parallel.timeout_minutes
+        self.thread.join(60 * minutes)
+        if self.thread.is_alive():
+            raise CheckpointError(f"{self.folder} does not take a checkpoint within {minutes:g} minutes: is it stuck?")
         self.thread = None
         if self.error is not None:
             raise self.error

@@ -70,7 +70,7 @@ def last_step(run: Path) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 7)])
+@pytest.mark.parametrize(("rank", "step"), [(0, 3), pytest.param(1, 7, marks=pytest.mark.slow)])
 def test_killed_rank(by_hand: ByHand, tmp_path: Path, corpus: Path, whole: Path, rank: int, step: int) -> None:
     run = tmp_path / "run"
     given = arguments(run, corpus, *FSDP, "train.num_steps=12")
@@ -173,6 +173,7 @@ def test_second_run_in_one_directory(by_hand: ByHand, tmp_path: Path, corpus: Pa
     assert {ended.code for ended in by_hand.ended(60.0)} == {85}
 
 
+@pytest.mark.slow
 def test_rank_that_stops_answering(by_hand: ByHand, tmp_path: Path, corpus: Path) -> None:
     """Not dead, but silent: the other ends within the timeout, and says so."""
     run = tmp_path / "run"
