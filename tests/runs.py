@@ -1,6 +1,7 @@
 """Whole runs for tests: the small run they share, ranks started by hand, and what is read from a run directory."""
 
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -10,13 +11,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 from conftest import DEBUG, ROOT
 from parity.ranks import free_port
 from torch import Tensor
 
 from mdlm_scale import train
 from mdlm_scale.config import Precision
-from mdlm_scale.run import checkpoint
+from mdlm_scale.run import build, checkpoint
 
 SECONDS = 120.0  # for all ranks to end
 SMALL = [
@@ -73,7 +75,10 @@ class ByHand:
     port: int = field(default_factory=free_port)
     processes: list[BaseProcess] = field(default_factory=list)
 
-    def start(self, world_size: int, given: list[str], cwd: Path = ROOT) -> BaseProcess:
+    def start(
+        self, world_size: int, given: list[str], cwd: Path = ROOT, spoilt: frozenset[int] = frozenset()
+    ) -> BaseProcess:
+        """`spoilt`: training passes of this rank whose data gives a loss that is not a number, also when seen again."""
         rank = len(self.processes)
         environment = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
@@ -82,7 +87,7 @@ class ByHand:
         if self.local_size is not None:
             environment["LOCAL_WORLD_SIZE"] = str(self.local_size)
         process = multiprocessing.get_context("forkserver").Process(
-            target=_train, args=(environment, given, cwd, self.folder / f"err-{rank}")
+            target=_train, args=(environment, given, cwd, self.folder / f"err-{rank}", spoilt)
         )
         process.start()
         self.processes.append(process)
@@ -98,14 +103,37 @@ class ByHand:
         return [Ended(code, "", err) for code, err in zip(codes, said, strict=True) if code is not None]
 
 
-def _train(environment: dict[str, str], given: list[str], cwd: Path, err: Path) -> None:
+def _train(environment: dict[str, str], given: list[str], cwd: Path, err: Path, spoilt: frozenset[int]) -> None:
     """In the process of a rank, which has imported everything already."""
     os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     os.environ |= environment
     os.chdir(cwd)
     if {"parallel.engine=deepspeed", "train.precision=float64"} <= set(given):
         _allow_float64()
+    if spoilt:
+        build.build_model = spoiling(build.build_model, spoilt)
     sys.exit(train.main(given))
+
+
+def spoiling(build_model: Any, calls: frozenset[int]) -> Any:
+    """A `build_model` whose model gives no number for the data of these training passes, whenever it sees it."""
+    seen, data_of = [0], set[bytes]()
+
+    def spoil(module: Any, inputs: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        data = inputs[0].z_BL.numpy().tobytes()
+        if seen[0] in calls:
+            data_of.add(data)
+        seen[0] += 1
+        return (output[0] * math.nan, output[1] * math.nan) if data in data_of else output
+
+    def built(*args: Any) -> Any:
+        model = build_model(*args)
+        model.register_forward_hook(spoil)
+        return model
+
+    return built
 
 
 def _allow_float64() -> None:

@@ -189,6 +189,30 @@ def test_rank_that_stops_answering(by_hand: ByHand, tmp_path: Path, corpus: Path
     assert checkpoint.newest(run) is not None
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [["parallel.engine=fsdp"], ["parallel.engine=deepspeed", "parallel.zero_stage=3"]],
+    ids=["fsdp", "zero 3"],
+)
+def test_bad_data_on_one_rank(by_hand: ByHand, tmp_path: Path, corpus: Path, engine: list[str]) -> None:
+    """Steps 5 and 6 give no number on rank 1, one may be skipped: all ranks return to step 4 and pass by. What comes
+    out is what comes out where both are skipped one by one."""
+    options = ["train.precision=float32", "evaluate.every=999", "checkpoint.every=2", "batch.micro_batch_size=4"]
+    runs = {"rewound": "guard.max_skips=1", "skipped": "guard.max_skips=2"}
+    for name, guard in runs.items():
+        by_hand.processes, by_hand.port = [], free_port()
+        given = arguments(tmp_path / name, corpus, *options, *engine, guard, "train.num_steps=10")
+        for rank in range(2):
+            by_hand.start(2, given, spoilt=frozenset({5, 6} if rank == 1 else ()))
+        assert {ended.code for ended in by_hand.ended(SECONDS)} == {0}
+        newest = checkpoint.newest(tmp_path / name)
+        assert newest is not None
+        state = checkpoint.read_manifest(newest)["state"]
+        assert (state["step"], state["updates"], state["skipped_steps"]) == (10, 8, [5, 6])
+    assert "back to step-000004; steps 5, 6 are left out" in (tmp_path / "rewound" / "log.txt").read_text()
+    assert_same(tmp_path / "rewound", tmp_path / "skipped")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Three megabytes of memory, as a file system of its own."""

@@ -2,12 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import Train
-from runs import rows, tensors
+from runs import rows, spoiling, tensors
 
 from mdlm_scale.config import GuardConfig
 from mdlm_scale.errors import TrainingError
@@ -84,28 +83,7 @@ def test_faults() -> None:
     ]
 
 
-def poison_steps(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
-    """Data that spoils the loss: what these training passes of the first attempt see, and whenever it is seen again."""
-    right, seen, spoilt = build.build_model, [0], set[bytes]()
-
-    def with_poison(*args: Any) -> Any:
-        model = right(*args)
-
-        def spoil(module: Any, inputs: Any, output: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return output
-            data = inputs[0].z_BL.numpy().tobytes()
-            if seen[0] in calls:
-                spoilt.add(data)
-            seen[0] += 1
-            return (output[0] * math.nan, output[1] * math.nan) if data in spoilt else output
-
-        model.register_forward_hook(spoil)
-        return model
-
-    monkeypatch.setattr(build, "build_model", with_poison)
-
-
+build_model = build.build_model
 ONE_PASS = ["batch.micro_batch_size=8", "evaluate.every=99", "checkpoint.every=2", "train.num_steps=10"]
 
 
@@ -113,7 +91,7 @@ def test_a_run_returns_to_its_checkpoint_and_passes_by(
     train_run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps 5 and 6 are bad, one may be skipped: back to step 4, and on as if both had never been."""
-    poison_steps(monkeypatch, {5, 6})
+    monkeypatch.setattr(build, "build_model", spoiling(build_model, frozenset({5, 6})))
     assert train_run(*ONE_PASS, "guard.max_skips=1") == 0
     path = checkpoint.newest(tmp_path / "run")
     assert path is not None
@@ -125,7 +103,7 @@ def test_a_run_returns_to_its_checkpoint_and_passes_by(
     assert "back to step-000004; steps 5, 6 are left out, 16 samples are not trained on" in events
     # skipped one by one, with nothing to rewind, the same weights come out
     other = f"run.dir={tmp_path / 'skipped'}"
-    poison_steps(monkeypatch, {5, 6})
+    monkeypatch.setattr(build, "build_model", spoiling(build_model, frozenset({5, 6})))
     assert train_run(*ONE_PASS, other, "guard.max_skips=2") == 0
     expected = tensors(checkpoint.newest(tmp_path / "skipped"))
     assert all(torch.equal(value, expected[key]) for key, value in tensors(path).items())
@@ -134,7 +112,7 @@ def test_a_run_returns_to_its_checkpoint_and_passes_by(
 def test_no_checkpoint_to_return_to(
     train_run: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    poison_steps(monkeypatch, {0})
+    monkeypatch.setattr(build, "build_model", spoiling(build_model, frozenset({0})))
     assert train_run(*ONE_PASS, "guard.max_skips=0") == 1
     assert "Steps 0 .. 0 were refused" in capsys.readouterr().err
 
