@@ -115,8 +115,8 @@ def _train(environment: dict[str, str], given: list[str], cwd: Path, err: Path, 
     sys.exit(train.main(given))
 
 
-def spoiling(build_model: Any, calls: frozenset[int]) -> Any:
-    """A `build_model` whose model gives no number for the data of these training passes, whenever it sees it."""
+def spoiling(build_model: Any, calls: frozenset[int], factor: float = math.nan) -> Any:
+    """A `build_model` whose model multiplies the loss for the data of these training passes, whenever it sees it."""
     seen, data_of = [0], set[bytes]()
 
     def spoil(module: Any, inputs: Any, output: Any) -> Any:
@@ -126,7 +126,7 @@ def spoiling(build_model: Any, calls: frozenset[int]) -> Any:
         if seen[0] in calls:
             data_of.add(data)
         seen[0] += 1
-        return (output[0] * math.nan, output[1] * math.nan) if data in data_of else output
+        return (output[0] * factor, output[1] * factor) if data in data_of else output
 
     def built(*args: Any) -> Any:
         model = build_model(*args)

@@ -237,6 +237,13 @@ def test_full_disk(train_run: Train, small_disk: Path, capsys: pytest.CaptureFix
     assert train_run(*options, "train.num_steps=6") == 0
 
 
+def test_disk_that_may_not_be_written(train_run: Train, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert train_run(f"run.dir={small_disk / 'run'}") == 2
+    message = capsys.readouterr().err
+    assert f"run.dir={small_disk / 'run'} cannot be written: [Errno 30] Read-only file system" in message
+
+
 CLOCK = """
 import sys, time
 right = time.time

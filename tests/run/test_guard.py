@@ -109,6 +109,20 @@ def test_a_run_returns_to_its_checkpoint_and_passes_by(
     assert all(torch.equal(value, expected[key]) for key, value in tensors(path).items())
 
 
+def test_a_spike_in_a_run_is_skipped(train_run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of step 20 with ten times the loss; without the setting it is trained on."""
+    for spike, skipped in (("guard.spike=20", [20]), ("guard.spike=null", [])):
+        monkeypatch.setattr(build, "build_model", spoiling(build_model, frozenset({20}), factor=10.0))
+        run = tmp_path / str(len(skipped))
+        assert train_run(*ONE_PASS, f"run.dir={run}", "train.num_steps=24", spike) == 0
+        path = checkpoint.newest(run)
+        assert path is not None
+        assert checkpoint.read_manifest(path)["state"]["skipped_steps"] == skipped
+    (told,) = [row["message"] for row in rows(tmp_path / "1", "event") if "skipped" in row["message"]]
+    assert told.startswith("step 20 was skipped: loss ")
+    assert told.endswith("its 8 samples are not trained on")
+
+
 def test_no_checkpoint_to_return_to(
     train_run: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
