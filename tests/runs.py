@@ -52,6 +52,14 @@ def rows(run: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in found if row["kind"] == kind]
 
 
+def last_step(run: Path) -> int:
+    """The step of the last row of a run that may be writing it."""
+    try:
+        return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def tensors(path: Path | None) -> dict[str, Tensor]:
     assert path is not None
     manifest = checkpoint.read_manifest(path)
@@ -92,6 +100,12 @@ class ByHand:
         process.start()
         self.processes.append(process)
         return process
+
+    def begin(self, world_size: int, given: list[str]) -> None:
+        """All ranks of a new attempt."""
+        self.processes, self.port = [], free_port()
+        for _ in range(world_size):
+            self.start(world_size, given)
 
     def ended(self, seconds: float = 60.0) -> list[Ended]:
         deadline = time.monotonic() + seconds
@@ -149,8 +163,6 @@ def _allow_float64() -> None:
 
 def both(by_hand: ByHand, given: list[str]) -> None:
     """Two ranks from their start to a good end."""
-    by_hand.processes, by_hand.port = [], free_port()
-    for _ in range(2):
-        by_hand.start(2, given)
+    by_hand.begin(2, given)
     ended = by_hand.ended(SECONDS)
     assert [rank.code for rank in ended] == [0, 0], ended

@@ -10,6 +10,7 @@ Exit code 1 if one of them is damaged; without --verify only what the names and 
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,9 @@ def _facts(path: Path, verify: bool) -> dict[str, Any]:
         ]
     kinds: dict[str, int] = {}
     for key, entry in manifest["tensors"].items():
-        kind, numel = key.partition("/")[0], 1
-        for n in entry["shape"]:
-            numel *= n
+        kind, numel = key.partition("/")[0], math.prod(entry["shape"])
         kinds[kind] = kinds.get(kind, 0) + numel
-        stored = sum(_numel(box["size"]) for box in entry["boxes"])
+        stored = sum(math.prod(box["size"]) for box in entry["boxes"])
         if stored != numel:
             faults.append(f"{key} has {stored} of {numel} elements")
     state = manifest["state"]
@@ -78,13 +77,6 @@ def _facts(path: Path, verify: bool) -> dict[str, Any]:
         "files": len(files),
         "bytes": sum(facts["bytes"] for facts in files.values()),
     }
-
-
-def _numel(size: list[int]) -> int:
-    numel = 1
-    for n in size:
-        numel *= n
-    return numel
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -78,12 +78,12 @@ class Chamber:
     """Runs in a folder, and uninterrupted ones to compare with."""
 
     def __init__(self, folder: Path) -> None:
+        from conftest import TEXT
         from runs import ByHand
 
         self.folder = folder
         self.corpus = folder / "text.txt"
-        text = "the quick brown fox jumps over the lazy dog and runs away from {} hounds before the sun goes down\n"
-        self.corpus.write_text("".join(text.format(number) for number in range(200)))
+        self.corpus.write_text("".join(TEXT.format(number) + "\n" for number in range(200)))
         (folder / "said").mkdir()
         self.ranks = ByHand(folder / "said")
         self.expected: dict[str, dict[str, Any]] = {}
@@ -121,17 +121,14 @@ class Chamber:
         return self.expected[layout]
 
     def _begin(self, run: Path, layout: str) -> None:
-        from parity.ranks import free_port
         from runs import arguments
 
         world_size, options = LAYOUTS[layout]
-        self.ranks.processes, self.ranks.port = [], free_port()
         given = arguments(
             run, self.corpus, "train.precision=float64", f"train.num_steps={STEPS}", f"checkpoint.every={EVERY}",
             "evaluate.every=999", "parallel.timeout_minutes=1", "parallel.start_minutes=2", *options,
         )  # fmt: skip
-        for _ in range(world_size):
-            self.ranks.start(world_size, given)
+        self.ranks.begin(world_size, given)
 
     def _end(self, run: Path, layout: str) -> None:
         self._begin(run, layout)
@@ -141,7 +138,9 @@ class Chamber:
 
     def _interrupted(self, run: Path, layout: str, draw: random.Random) -> str:
         """One attempt and how it was ended; one that finishes before the blow is a finished run, which is fine."""
-        at = _last_step(run) + draw.randint(1, 6)
+        from runs import last_step
+
+        at = last_step(run) + draw.randint(1, 6)
         how = draw.choice(["kill", "kill", "kill while saving", "SIGTERM", "SIGUSR1"])
         self._begin(run, layout)
         victim = draw.choice(self.ranks.processes)
@@ -150,16 +149,16 @@ class Chamber:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{layout}: an attempt hangs: {[p.exitcode for p in self.ranks.processes]}")
             if how == "kill while saving":
-                if _last_step(run) >= at - 3 and any((run / "checkpoints").glob("step-*.tmp")):
+                if last_step(run) >= at - 3 and any((run / "checkpoints").glob("step-*.tmp")):
                     self._blow(self.ranks.processes, signal.SIGKILL)
                     break
-            elif _last_step(run) >= at:
+            elif last_step(run) >= at:
                 number = signal.SIGKILL if how == "kill" else signal.Signals[how]
                 self._blow([victim], number)
                 break
             time.sleep(0.001)
         self.ranks.ended(SECONDS)
-        return f"{how} at {_last_step(run)}"
+        return f"{how} at {last_step(run)}"
 
     def _blow(self, processes: list[Any], number: signal.Signals) -> None:
         for process in processes:
@@ -202,13 +201,6 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     """The largest of any element of any tensor, relative to its tensor's largest."""
     assert ours.keys() == theirs.keys()
     return max(float((ours[key] - value).abs().max() / value.abs().max()) for key, value in theirs.items())
-
-
-def _last_step(run: Path) -> int:
-    try:
-        return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 if __name__ == "__main__":

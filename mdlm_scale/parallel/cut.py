@@ -4,6 +4,7 @@ A part is a box of the whole parameter, whole rows or whole columns; the last ra
 Initial weights, checkpoints and the gradient norm are defined on whole parameters; here parts are related to those.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class Place:
         """A flat range of the tensor as boxes of the whole, (offset, size, first element in the tensor), without
         padding; at most three: the end of a row, whole rows, the beginning of a row."""
         assert len(self.shape) <= 2, f"a range of a tensor of shape {tuple(self.shape)} may be more than three boxes"
-        width = self.shape[1] if len(self.shape) == 2 else 1
+        width = math.prod(self.shape[1:])
         at, end = start, start + numel
         while at < end:
             row, column = divmod(at, width)
@@ -87,11 +88,10 @@ class Cut:
             values = torch.zeros(numel, dtype=torch.float64)
             for offset, size, at in place.boxes(start, numel):
                 # rows of the box, which lie apart in the whole unless they are complete
-                width = place.whole[1] if len(place.whole) == 2 else 1
-                height, run = (size[0], size[1]) if len(size) == 2 else (size[0], 1)
+                height, run, width = size[0], math.prod(size[1:]), math.prod(place.whole[1:])
                 if run == width:
                     height, run = 1, height * run
-                first = offset[0] * width + (offset[1] if len(offset) == 2 else 0)
+                first = offset[0] * width + sum(offset[1:])
                 for row in range(height):
                     to = at - start + row * run
                     values[to : to + run] = of_whole(name, first + row * width, run)

@@ -72,11 +72,11 @@ def train(run: Run, state: State) -> State:
             if _due(state.step, config.evaluate.every, config.train.num_steps):
                 _evaluate(run, state)
             if _due(state.step, config.checkpoint.every, config.train.num_steps) and update.applied:
-                _save(run, state)  # not among bad steps: the weights themselves may have gone bad
+                _tell(run, run.saver.save(state))  # not among bad steps: the weights themselves may have gone bad
         _tell(run, run.saver.poll())
     _tell(run, run.saver.finish())
     if run.saver.last is None or run.saver.last.name != f"step-{state.step:06d}":
-        _save(run, state)
+        run.saver.save(state)
         _tell(run, run.saver.finish())
     return state
 
@@ -124,11 +124,6 @@ def _evaluate(run: Run, state: State) -> None:
         )
     if run.layout.rank == 0:
         run.metrics.evaluated(state.step, evaluation, run.validation.unigram_perplexity(evaluation.num_rows))
-
-
-def _save(run: Run, state: State) -> None:
-    _tell(run, run.saver.wait())
-    run.saver.save(state)
 
 
 def _tell(run: Run, saved: Saved | None) -> None:

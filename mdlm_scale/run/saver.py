@@ -60,7 +60,6 @@ class Saver:
         self.fingerprints = fingerprints
         self.folder = Path(config.run.dir) / "checkpoints"
         self.last = last
-        self.verified = [] if last is None else [last]
         self.own = _own(parts, layout.rank, groups)
         self.versions = _versions() if layout.rank == 0 else {}
         self.copies: dict[str, Tensor] = {}
@@ -68,10 +67,13 @@ class Saver:
         self.error: UserError | None = None
         self.saved: Saved | None = None
 
-    def save(self, state: State) -> None:
-        """Copy the state and begin to write it; every rank calls it after the same step."""
+    def save(self, state: State) -> Saved | None:
+        """Copy the state and begin to write it; every rank calls it after the same step.
+
+        Returns the save before, if that was still under way: the loop's stall includes the wait for it.
+        """
         start = time.monotonic()
-        self.wait()
+        before = self.wait()
         for key, part in self.own.items():
             if key not in self.copies:
                 pinned = part.flat.device.type == "cuda"
@@ -82,6 +84,7 @@ class Saver:
         begun = time.monotonic()
         self.thread = threading.Thread(target=self._work, args=(state, start, begun - start), name="save", daemon=True)
         self.thread.start()
+        return before
 
     def poll(self) -> Saved | None:
         """What has been completed since the last call; raises what went wrong meanwhile."""
@@ -193,8 +196,7 @@ class Saver:
         else:
             aside.rename(final)
         _sync(self.folder)
-        self.verified = [*(path for path in self.verified if path != final), final]
-        prune(self.folder, self.config.checkpoint, self.verified[-1])
+        prune(self.folder, self.config.checkpoint, final)
 
     def _told(self, word: Path, final: Path) -> dict[str, Any]:
         deadline = time.monotonic() + 60 * self.config.parallel.timeout_minutes
@@ -210,7 +212,10 @@ class Saver:
 
 
 def prune(folder: Path, config: CheckpointConfig, verified: Path) -> None:
-    """Delete all but the newest, those that are to stay for good, and the last one known to be sound."""
+    """Delete all but the newest, those that are to stay for good, and the one just read back.
+
+    Later ones, left by an attempt before, may be damaged.
+    """
     found = checkpoint.listed(folder)
     for path in found[: -config.keep]:
         step = int(path.name.removeprefix("step-"))

@@ -5,21 +5,20 @@ one that was not, bit for bit on the same layout.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, Train
 from parity.ranks import free_port
-from runs import SECONDS, ByHand, arguments, both, rows, tensors
+from runs import SECONDS, ByHand, arguments, both, last_step, rows, tensors
 
 from mdlm_scale.run import checkpoint
 
@@ -51,30 +50,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return folder / "run"
 
 
-def begin(by_hand: ByHand, given: list[str]) -> None:
-    by_hand.processes, by_hand.port = [], free_port()
-    for _ in range(2):
-        by_hand.start(2, given)
-
-
-def wait_for(condition: object, seconds: float = SECONDS) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, "what was waited for did not happen"
         time.sleep(0.001)
-
-
-def last_step(run: Path) -> int:
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    return 0
 
 
 @pytest.mark.parametrize(("rank", "step"), [(0, 3), pytest.param(1, 7, marks=pytest.mark.slow)])
 def test_killed_rank(by_hand: ByHand, tmp_path: Path, corpus: Path, whole: Path, rank: int, step: int) -> None:
     run = tmp_path / "run"
     given = arguments(run, corpus, *FSDP, "train.num_steps=12")
-    begin(by_hand, given)
+    by_hand.begin(2, given)
     wait_for(lambda: last_step(run) >= step)
     os.kill(by_hand.processes[rank].pid, signal.SIGKILL)  # type: ignore[arg-type]
     codes = [ended.code for ended in by_hand.ended(60.0)]
@@ -87,7 +74,7 @@ def test_killed_rank(by_hand: ByHand, tmp_path: Path, corpus: Path, whole: Path,
 def test_killed_while_saving(by_hand: ByHand, tmp_path: Path, corpus: Path, whole: Path) -> None:
     run = tmp_path / "run"
     given = arguments(run, corpus, *FSDP, "train.num_steps=12")
-    begin(by_hand, given)
+    by_hand.begin(2, given)
     wait_for(lambda: any((run / "checkpoints").glob("step-*.tmp")))
     for process in by_hand.processes:
         os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
@@ -104,7 +91,7 @@ def test_signals_during_the_save(
     """To one rank, then again and again to both: saved, exit code 85, and the run goes on."""
     run = tmp_path / "run"
     given = arguments(run, corpus, *FSDP)
-    begin(by_hand, [*given, "train.num_steps=12"])
+    by_hand.begin(2, [*given, "train.num_steps=12"])
     wait_for(lambda: last_step(run) >= 3)
     os.kill(by_hand.processes[1].pid, number)  # type: ignore[arg-type]
     while any(process.is_alive() for process in by_hand.processes):
@@ -122,7 +109,9 @@ def test_signals_during_the_save(
 
 @pytest.mark.parametrize("damage", [flip, cut_short, Path.unlink], ids=["flipped", "cut short", "missing"])
 @pytest.mark.parametrize("file", ["rank-00001.safetensors", "manifest.json"])
-def test_damaged_newest(by_hand: ByHand, tmp_path: Path, whole: Path, corpus: Path, file: str, damage: object) -> None:
+def test_damaged_newest(
+    by_hand: ByHand, tmp_path: Path, whole: Path, corpus: Path, file: str, damage: Callable[[Path], None]
+) -> None:
     """It is told, and the one before is used."""
     if (file, damage) == ("manifest.json", flip):
         pytest.skip("a flipped bit may leave a manifest that says the same")
@@ -130,7 +119,7 @@ def test_damaged_newest(by_hand: ByHand, tmp_path: Path, whole: Path, corpus: Pa
     shutil.copytree(whole, run)
     (run / "done").unlink()
     newest = run / "checkpoints" / "step-000012"
-    damage(newest / file)  # type: ignore[operator]
+    damage(newest / file)
     both(by_hand, arguments(run, corpus, *FSDP, "train.num_steps=12"))
     log = (run / "log.txt").read_text()
     assert f"{newest} is damaged: {file}" in log
@@ -144,7 +133,7 @@ def test_everything_damaged_is_no_new_beginning(by_hand: ByHand, tmp_path: Path,
     (run / "done").unlink()
     for path in (run / "checkpoints").iterdir():
         flip(path / "rank-00000.safetensors")
-    begin(by_hand, arguments(run, corpus, *FSDP, "train.num_steps=12"))
+    by_hand.begin(2, arguments(run, corpus, *FSDP, "train.num_steps=12"))
     ended = by_hand.ended(60.0)
     assert {rank.code for rank in ended} == {2}
     told = "".join(rank.err for rank in ended)
@@ -156,10 +145,10 @@ def test_second_run_in_one_directory(by_hand: ByHand, tmp_path: Path, corpus: Pa
     """The newer goes on, the older finds itself replaced at its next checkpoint, and shows nothing more."""
     run = tmp_path / "run"
     given = arguments(run, corpus, *FSDP, "train.num_steps=100000", "checkpoint.every=20")
-    begin(by_hand, given)
+    by_hand.begin(2, given)
     old = by_hand.processes
     wait_for(lambda: checkpoint.newest(run) is not None)
-    begin(by_hand, given)
+    by_hand.begin(2, given)
     new, by_hand.processes = by_hand.processes, old
     first, second = by_hand.ended(60.0)
     assert {first.code, second.code} == {1}
@@ -178,7 +167,7 @@ def test_rank_that_stops_answering(by_hand: ByHand, tmp_path: Path, corpus: Path
     """Not dead, but silent: the other ends within the timeout, and says so."""
     run = tmp_path / "run"
     options = ["train.num_steps=100000", "parallel.timeout_minutes=0.05", "parallel.start_minutes=1"]
-    begin(by_hand, arguments(run, corpus, *FSDP, *options))
+    by_hand.begin(2, arguments(run, corpus, *FSDP, *options))
     wait_for(lambda: last_step(run) >= 3)
     os.kill(by_hand.processes[1].pid, signal.SIGSTOP)  # type: ignore[arg-type]
     start = time.monotonic()
@@ -270,10 +259,7 @@ def test_bytes_read_are_the_ranks_share(by_hand: ByHand, tmp_path: Path, whole: 
     for ranks, share in ((2, 0.5), (1, 1.0)):
         run = tmp_path / str(ranks)
         shutil.copytree(whole, run)
-        begin_ranks = arguments(run, corpus, *FSDP, "train.num_steps=13")
-        by_hand.processes, by_hand.port = [], free_port()
-        for _ in range(ranks):
-            by_hand.start(ranks, begin_ranks)
+        by_hand.begin(ranks, arguments(run, corpus, *FSDP, "train.num_steps=13"))
         assert {ended.code for ended in by_hand.ended(SECONDS)} == {0}
         (told,) = [row["message"] for row in rows(run, "event") if row["message"].startswith("resumed from")]
         read = float(told.rpartition(", ")[2].partition(" MB")[0])

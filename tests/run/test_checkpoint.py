@@ -3,20 +3,15 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import Train
+from runs import rows
 from safetensors import safe_open
 
 from mdlm_scale.errors import CheckpointError
 from mdlm_scale.run import checkpoint
-
-
-def rows(run: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if row["kind"] == kind]
 
 
 def test_manifest_describes_the_files(train_run: Train, tmp_path: Path) -> None:
