@@ -18,11 +18,7 @@ from torch import Tensor, nn
 with warnings.catch_warnings():  # of packages that it can do without
     warnings.simplefilter("ignore")
     from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel.layers import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-    )
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 if not torch.cuda.is_available():  # advice for GPUs, at the first backward pass
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mdlm_scale.errors import ConfigError, TrainingError
+from mdlm_scale.parallel.groups import Groups
+
+SHARED_SECONDS = 60.0  # for a network file system to show what another machine wrote
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,20 @@ class Attempt:
         except OSError as error:
             raise ConfigError(f"run.dir={run} cannot be written: {error}.") from error
         return Attempt(run, number)
+
+    def meet(self, groups: Groups) -> None:
+        """A ConfigError that names the machines where this attempt is not seen: the run directory must be shared."""
+        path = self.run / "attempts" / f"{self.number:06d}"
+        told = groups.gather(_text(path) if groups.ranks.rank == 0 else None)[0]
+        deadline = time.monotonic() + SHARED_SECONDS
+        while not (is_seen := _text(path) == told) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = groups.gather([socket.gethostname(), is_seen])
+        if blind := sorted({host for host, sees in ranks if not sees}):
+            raise ConfigError(
+                f"run.dir={self.run} is not shared: what rank 0 wrote there on {ranks[0][0]} is not seen on "
+                f"{', '.join(blind)}. Choose a folder that all machines share."
+            )
 
     def check(self) -> None:
         """A TrainingError if another attempt has begun since."""
@@ -61,6 +78,13 @@ def _clear(folder: Path, number: int) -> None:
         left_over.rename(folder / f"gone-{number}-{left_over.name}")
     for gone in folder.glob("gone-*"):
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
 
 
 def _numbers(folder: Path) -> list[int]:

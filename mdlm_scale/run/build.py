@@ -60,12 +60,7 @@ def build_model(config: Config, vocab_size: int, mask_id: int) -> DiT:
 
 
 def build_engine(
-    config: Config,
-    model: DiT,
-    init_range: InitRange,
-    device: torch.device,
-    layout: Layout,
-    groups: Groups,
+    config: Config, model: DiT, init_range: InitRange, device: torch.device, layout: Layout, groups: Groups
 ) -> Engine:
     """The process groups must be open, unless the engine is the plain one."""
     parallel = config.parallel

@@ -1,5 +1,6 @@
 """A run from its first step to its last: the order in which things happen, and nothing else."""
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,6 +9,7 @@ from mdlm_scale.data.loader import Loader
 from mdlm_scale.data.source import Source
 from mdlm_scale.errors import TrainingError
 from mdlm_scale.layout import Layout
+from mdlm_scale.log import log
 from mdlm_scale.parallel.engine import Engine
 from mdlm_scale.parallel.groups import Groups
 from mdlm_scale.run import checkpoint
@@ -37,6 +39,7 @@ class Run:
     stop: Stop
     metrics: Metrics
     saver: Saver
+    started: float  # when this process began
 
 
 def train(run: Run, state: State) -> State:
@@ -63,6 +66,7 @@ def train(run: Run, state: State) -> State:
                 f"{config.batch.global_batch_size} samples are not trained on",
             )
         if first:
+            log.info(f"first step done {time.monotonic() - run.started:.1f} s after the start")
             run.groups.set_timeout(config.parallel.timeout_minutes)
             first = False
         if must_rewind:

@@ -40,23 +40,24 @@ from mdlm_scale.run.preempt import Stop
 from mdlm_scale.run.saver import Saver
 
 
-def main(config_path: str, overrides: list[str], check_only: bool) -> int:
-    """`python -m mdlm_scale.train`: returns the exit code."""
-    ranks = world()
+def main(config_path: str, overrides: list[str], check_only: bool, num_ranks: int | None, started: float) -> int:
+    """`python -m mdlm_scale.train`, begun at `started`: the exit code. A check may be for more ranks than run."""
+    ranks = world() if num_ranks is None else World()
     log_module.start(ranks.rank)
     if not torch.cuda.is_available():
         kernels.tune_cpu(ranks.local_size)
     with Groups(ranks) as groups:
-        config = build.with_engine(config_module.load(config_path, overrides), ranks.size)
-        raise_if_any(faults(config, ranks))
+        planned = replace(ranks, size=num_ranks or ranks.size)
+        config = build.with_engine(config_module.load(config_path, overrides), planned.size)
+        raise_if_any(faults(config, planned))
         device = build.device_of(config, ranks)
-        if ranks.size > 1 or config.parallel.engine is not EngineName.plain:
+        if ranks.size > 1 or (num_ranks is None and config.parallel.engine is not EngineName.plain):
             groups.open(device, config.parallel.start_minutes, config.parallel.tp_size)
         groups.agree("The ranks differ", _identity(config))
         data = _read_data(config)
         if check_only:
             if ranks.rank == 0:
-                _print_plan(config, data, ranks)
+                _print_plan(config, data, planned)
             return 0
         newest = _resume_point(config)
         groups.agree("The ranks see other files", data.fingerprints() | {"resume from": str(newest)})
@@ -66,15 +67,12 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
             if step >= config.train.num_steps:
                 log.info(f"run {config.run.dir} is done: {step} steps, {newest}; a higher train.num_steps would go on")
                 return 0
-        return _train(config, groups, device, data, notes)
+        return _train(config, groups, device, data, notes, started)
 
 
 def faults(config: Config, ranks: World) -> list[str]:
     """Everything wrong with a configuration that can be told without reading data."""
-    counts = {
-        "train.num_steps": config.train.num_steps,
-        "logging.every": config.logging.every,
-    }
+    counts = {"train.num_steps": config.train.num_steps, "logging.every": config.logging.every}
     found = [f"{key}={value} must be at least 1." for key, value in counts.items() if value < 1]
     if not 0 <= config.run.seed < 2**64:
         found.append(f"run.seed={config.run.seed} must lie in 0 .. 2^64 - 1.")
@@ -158,6 +156,7 @@ def _print_plan(config: Config, data: Data, ranks: World) -> None:
     print(f"# {size.num_parameters:,} parameters{share}; {sum(state.values()) / 1e6:,.1f} MB of state a rank: {parts}")
     if note := build.crossing_note(config, vocab_size, own_layout, ranks.local_size):
         print(f"# {note}")
+    print(f"# writes to: {config.run.dir}")
 
 
 def _resume_point(config: Config) -> Path | None:
@@ -177,11 +176,12 @@ def _resume_point(config: Config) -> Path | None:
     return checkpoint.newest(folder)
 
 
-def _train(config: Config, groups: Groups, device: torch.device, data: Data, notes: list[str]) -> int:
+def _train(config: Config, groups: Groups, device: torch.device, data: Data, notes: list[str], started: float) -> int:
     rank, folder = groups.ranks.rank, Path(config.run.dir)
     if rank == 0:
         _open_folder(config)
     attempt = Attempt(folder, groups.gather(Attempt.begin(folder).number if rank == 0 else None)[0])
+    attempt.meet(groups)
     resume_from = checkpoint.newest_sound(folder / "checkpoints", groups)
     dtype = build.DTYPES[config.train.precision]
     size = sizes(config.model, data.tokenizer.vocab_size, config.data.length)
@@ -189,14 +189,11 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, not
     _announce(config, data, size, device, own_layout, resume_from)
     model = build.build_model(config, data.tokenizer.vocab_size, data.tokenizer.mask_id)
     rules, seed = init.fills(model), config.run.seed
-    engine = build.build_engine(
-        config,
-        model,
-        lambda name, start, numel: init.init_range(seed, name, rules[name], start, numel),
-        device,
-        own_layout,
-        groups,
-    )
+
+    def init_range(name: str, start: int, numel: int) -> torch.Tensor:
+        return init.init_range(seed, name, rules[name], start, numel)
+
+    engine = build.build_engine(config, model, init_range, device, own_layout, groups)
     ema = Ema(engine, config.ema.decay)
     state = State()
     if resume_from is not None:
@@ -220,7 +217,7 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, not
             config, own_layout, groups, loader, data.validation, engine, ema,
             guard.Guard(config.guard, state.losses), Stop(groups, config.train.max_minutes), metrics,
             Saver(config, own_layout, groups, checkpoint.parts(engine.shards(), ema), data.fingerprints(), attempt,
-                  resume_from),
+                  resume_from), started,
         )  # fmt: skip
         groups.set_timeout(config.parallel.start_minutes)
         try:
@@ -228,7 +225,7 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, not
         finally:
             loader.close()
             run.saver.close()
-    return _conclude(config, state, rank)
+    return _conclude(config, state, rank, run.stop)
 
 
 def _open_folder(config: Config) -> None:
@@ -242,10 +239,11 @@ def _open_folder(config: Config) -> None:
     log_module.also_to(folder / "log.txt")
 
 
-def _conclude(config: Config, state: State, rank: int) -> int:
+def _conclude(config: Config, state: State, rank: int, stop: Stop) -> int:
     folder = Path(config.run.dir)
     if state.step < config.train.num_steps:
-        log.info(f"stopped at step {state.step} of {config.train.num_steps}, saved; the same command goes on from here")
+        done = f"stopped at step {state.step} of {config.train.num_steps}, saved{stop.since()}"
+        log.info(f"{done}; the same command goes on from here")
         return EXIT_RUN_AGAIN
     if rank != 0:
         return 0

@@ -1,0 +1,213 @@
+# What the scripts of this folder share. They source it from the repository's root.
+
+# --- for your cluster: edit here, and account, partition, GPUs and time in the scripts' #SBATCH lines --------------
+# module load cuda/12.4
+python=${PYTHON:-.venv/bin/python}
+max_fruitless=3 # starts in a row at the same checkpoint; then the job ends as failed
+# -------------------------------------------------------------------------------------------------------------------
+
+say() { printf '%s slurm: %s\n' "$(date '+%F %T')" "$*"; }
+fail() { say "$*" >&2; exit 2; }
+
+# train RECIPE [arguments of the script]: inside a job train until it is done; outside, check and submit.
+train() {
+  parse "$@"
+  if [ -z "${SLURM_JOB_ID:-}" ]; then submit; fi
+  listen USR1
+  nodes=$SLURM_JOB_NUM_NODES tasks=${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}
+  check $((nodes * tasks)) "$tasks"
+  dir=$(sed -n 's/^# writes to: //p' <<< "$plan")
+  num_steps=$(sed -n 's/^  num_steps: //p' <<< "$plan")
+  starts=slurm-$SLURM_JOB_NAME-$SLURM_JOB_ID.starts # the checkpoint at each start of this job
+  newest=$(newest_step) log=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
+  echo "$newest" >> "$starts"
+  say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $nodes x $tasks ranks on $SLURM_JOB_NODELIST
+  runs    $python -m mdlm_scale.train --config $config ${overrides[*]}
+  writes  $dir, from $newest of $num_steps steps
+  watch   tail -f $log
+  stop    scancel $SLURM_JOB_ID      (it saves first; the same sbatch command goes on from there)"
+  if [ "$(tail -n $((max_fruitless + 1)) "$starts" | grep -cx "$newest")" -gt "$max_fruitless" ]; then
+    say "gives up: $max_fruitless starts from $newest brought no new checkpoint. See above why; then sbatch again." >&2
+    rm "$starts"
+    exit 1
+  fi
+  export MASTER_ADDR MASTER_PORT
+  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # the node of this script, and of rank 0
+  MASTER_PORT=$(free_port)
+  unset SLURM_CPUS_PER_GPU # it contradicts what srun is told here
+  local each=(--nodes="$nodes" --kill-on-bad-exit=0 --wait=30) cpus=$((SLURM_CPUS_ON_NODE / tasks))
+  local ours=(-m mdlm_scale.train --config "$config" "${overrides[@]}")
+  if [ -n "$torchrun" ]; then
+    export -f torchrun_node
+    supervise srun "${each[@]}" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \
+      bash -c 'torchrun_node "$@"' _ "$python" "$tasks" "${ours[@]}"
+  else
+    supervise srun "${each[@]}" --ntasks-per-node="$tasks" --cpus-per-task="$((cpus ? cpus : 1))" \
+      "$python" "${ours[@]}"
+  fi
+  if finished; then
+    rm "$starts"
+    say "done: $(newest_step) in $dir"
+    exit 0
+  fi
+  [ "$code" != 2 ] || fail "not started again: the settings are wrong (see above). Mend them and sbatch again."
+  requeue "srun ended with $code at $(newest_step) of $num_steps"
+}
+
+# The arguments of a training script: its own, overrides of the config, and what is left for sbatch.
+parse() {
+  config=$1 torchrun="" overrides=() for_sbatch=()
+  shift
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --config) config=${2:?--config needs a file}; shift ;;
+      --torchrun) torchrun=yes ;;
+      -*) for_sbatch+=("$1") ;;
+      *=*) overrides+=("$1") ;;
+      *) for_sbatch+=("$1") ;; # the value of an option
+    esac
+    shift
+  done
+  [ -z "${SLURM_JOB_ID:-}" ] || [ ${#for_sbatch[@]} = 0 ] ||
+    fail "'${for_sbatch[*]}' is no argument of the script, which are [--config FILE] [--torchrun] [section.key=value ...];" \
+      "options of sbatch stand before the script's name"
+  needs_python
+}
+
+needs_python() {
+  command -v "$python" > /dev/null || fail "there is no $python here ($PWD): install first, bash tools/install.sh"
+}
+
+# prepare OPTIONS...: tools/prepare_data.py with these. It leaves nothing half-written, so interrupted it starts anew.
+prepare() {
+  [ -n "${SLURM_JOB_ID:-}" ] || fail "submit this: sbatch $0. Without Slurm: $python tools/prepare_data.py $*"
+  needs_python
+  listen TERM
+  say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $python tools/prepare_data.py $*; to stop it: scancel $SLURM_JOB_ID"
+  supervise srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" "$python" tools/prepare_data.py "$@"
+  case $code in 130 | 137 | 143) requeue "interrupted" ;; esac
+  exit "$code"
+}
+
+# check RANKS RANKS_PER_NODE: config, layout, data and tokenizer, as if that many ranks had been started.
+check() {
+  plan=$(LOCAL_WORLD_SIZE=$2 "$python" -m mdlm_scale.train --config "$config" --check --ranks "$1" "${overrides[@]}") ||
+    { code=$?; say "not started: $1 ranks, $2 a node, with $config ${overrides[*]}: see above" >&2; exit "$code"; }
+}
+
+# On the login node: check for every number of nodes asked for, then submit this script.
+submit() {
+  local tasks count
+  tasks=$(option gpus-per-node)
+  count=$(option nodes N)
+  for nodes in ${count//-/ }; do check $((nodes * ${tasks##*:})) "${tasks##*:}"; done
+  say "fits: $count nodes x $tasks GPUs, writes to $(sed -n 's/^# writes to: //p' <<< "$plan")"
+  command -v sbatch > /dev/null || fail "there is no sbatch here: checked, not submitted"
+  exec sbatch "${for_sbatch[@]}" "$0" --config "$config" ${torchrun:+--torchrun} "${overrides[@]}"
+}
+
+# option NAME [LETTER]: what sbatch will take for it, from the command line or the script's own #SBATCH line.
+option() {
+  local value before=""
+  value=$(sed -n "s/^#SBATCH --$1=\([^ ]*\).*/\1/p" "$0")
+  for each in "${for_sbatch[@]}"; do
+    case $before in "--$1" | "-${2:-none}") value=$each ;; esac
+    case $each in
+      --$1=*) value=${each#*=} ;;
+      -"${2:-none}"?*) value=${each#-?} ;;
+    esac
+    before=$each
+  done
+  echo "${value:-1}"
+}
+
+# listen SIGNAL: from now on what asks this job to stop is passed on to the child as SIGNAL, and time is counted.
+listen() {
+  child="" asked=""
+  passed_on=$1
+  trap 'heard TERM' TERM
+  trap 'heard USR1' USR1
+}
+
+heard() {
+  [ -n "$asked" ] || say "$1: stopping"
+  asked=${asked:-$SECONDS}
+  [ -z "$child" ] || kill "-$passed_on" "$child" 2> /dev/null || true
+}
+
+# supervise COMMAND...: run it to its end; its exit code is left in `code`.
+supervise() {
+  code=85
+  [ -z "$asked" ] || return 0 # before it began
+  "$@" &
+  child=$!
+  while true; do
+    code=0
+    wait "$child" || code=$?
+    kill -0 "$child" 2> /dev/null || break # otherwise a signal ended the wait
+  done
+}
+
+# requeue WHY: start this job again, unless Slurm is ending it already: by scancel, or to start it again by itself.
+requeue() {
+  local state=""
+  say "$1${asked:+, $((SECONDS - asked)) s after the signal}"
+  for _ in $(seq 60); do # the controller may be away for minutes
+    state=$(squeue -h -j "$SLURM_JOB_ID" -o %T 2> /dev/null)
+    if [ "$state" = COMPLETING ]; then
+      say "Slurm ends this job, and starts it again unless that was by scancel"
+      exit 85
+    fi
+    if [ "$state" = RUNNING ]; then
+      say "to be started again"
+      scontrol requeue "$SLURM_JOB_ID" && exit 85
+    fi
+    sleep 5
+  done
+  say "could not be requeued (state ${state:-unknown}): the same sbatch command goes on" >&2
+  exit 85
+}
+
+finished() {
+  local step
+  step=$(sed -n 's/.*"step": \([0-9]*\).*/\1/p' "$dir/done" 2> /dev/null)
+  [ "${step:-0}" -ge "$num_steps" ]
+}
+
+newest_step() {
+  local found
+  found=$(find "$dir/checkpoints" -maxdepth 1 -name 'step-*' 2> /dev/null | sed -n 's/.*\/\(step-[0-9]*\)$/\1/p' | sort -V)
+  found=${found##*$'\n'}
+  echo "${found:-the beginning}"
+}
+
+# A port of this node that nothing listens on, below those that the system hands out.
+free_port() {
+  "$python" - "$SLURM_JOB_ID" << 'PYTHON'
+import socket, sys
+for port in (20000 + (int(sys.argv[1]) * 7 + n) % 10000 for n in range(10000)):
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            continue
+    print(port)
+    break
+PYTHON
+}
+
+# torchrun_node PYTHON RANKS ARGUMENTS...: torchrun on each node. It would die of USR1, and gives its ranks 30 s after a
+# TERM; so both signals go to the ranks themselves, as USR1.
+torchrun_node() {
+  local python=$1 tasks=$2
+  shift 2
+  (trap '' USR1; exec "$python" -m torch.distributed.run --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \
+    --nproc-per-node="$tasks" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --shutdown-timeout=110 "$@") &
+  local agent=$! code
+  trap 'pkill -USR1 -P $agent' USR1 TERM
+  while true; do
+    code=0
+    wait "$agent" || code=$?
+    kill -0 "$agent" 2> /dev/null || return "$code"
+  done
+}

@@ -1,0 +1,66 @@
+"""What the scripts do outside of a job: check, then submit; and say what is wrong. No cluster is needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DEBUG, ROOT
+
+SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*_*.sh"))
+
+
+def called(script: str, *arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
+    """`bash slurm/SCRIPT ARGUMENTS` where Slurm has no configuration; the exit code and all that was said."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment |= {"PYTHON": sys.executable, "SLURM_CONF": "/nonexistent"}
+    command = ["bash", str(ROOT / "slurm" / script), *arguments]
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_called_from_another_folder(script: str, tmp_path: Path) -> None:
+    code, text = called(script, cwd=tmp_path)
+    assert code == 2
+    assert f"submitted from {tmp_path}, which is not the repository of mdlm_scale" in text
+
+
+def test_what_fits_is_submitted(tmp_path: Path) -> None:
+    """Here that fails, as there is no cluster."""
+    options = ["-N", "2", "--gpus-per-node", "2", "-A", "project"]
+    code, text = called("train_owt.sh", *options, "--config", DEBUG, f"run.dir={tmp_path}/run", "run.seed=3",
+                        "batch.micro_batch_size=8")  # fmt: skip
+    assert f"fits: 2 nodes x 2 GPUs, writes to {tmp_path}/run" in text
+    assert code != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [([], "8 ranks, 8 a node"), (["-N3", "--gpus-per-node=a100:2"], "6 ranks, 2 a node"),
+     (["--nodes", "1-5", "--gpus-per-node=1"], "5 ranks, 1 a node")],
+)  # fmt: skip
+def test_what_does_not_fit_is_not_submitted(options: list[str], ranks: str) -> None:
+    """By the script's own #SBATCH lines, by the options, and for every number of nodes that may be given."""
+    code, text = called("train_owt.sh", *options, "--config", DEBUG, "batch.micro_batch_size=32")
+    if ranks.startswith("5"):
+        assert "micro_batch_size * dp_size = 32 * 5 = 160" in text
+    assert f"not started: {ranks}, with {DEBUG} batch.micro_batch_size=32: see above" in text
+    assert "fits" not in text
+    assert code == 2
+
+
+def test_unknown_argument_inside_a_job() -> None:
+    code, text = called("train_owt.sh", "--config")
+    assert code != 0
+    assert "--config needs a file" in text
+
+
+def test_no_python() -> None:
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "no/such/python"}
+    ended = subprocess.run(["bash", "slurm/train_owt.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "there is no no/such/python here" in ended.stderr
+    assert "bash tools/install.sh" in ended.stderr
