@@ -23,7 +23,7 @@ optimizer: {{lr: 3.0e-3, warmup_steps: 10}}
 parallel: {{engine: fsdp, timeout_minutes: 1, start_minutes: 2}}
 train: {{num_steps: 300, precision: float64}}
 evaluate: {{every: 1000, rows: 32}}
-checkpoint: {{every: 50, keep_every: 300}}
+checkpoint: {{every: 50, keep_every: 100}}
 logging: {{every: 1}}
 """
 START_SECONDS = 120.0  # from submitting to the steps that a test waits for; 10 to 15 are usual
