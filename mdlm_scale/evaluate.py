@@ -14,8 +14,12 @@ if __name__ == "__main__" and __package__ is None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mdlm_scale.evaluate", description=(__doc__ or "").splitlines()[0])
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--checkpoint", metavar="DIR", help="a run directory or a step-... directory")
-    which.add_argument("--compare", nargs=2, metavar="DIR", help="two of them, and their difference on the same noise")
+    which.add_argument(
+        "--checkpoint", dest="checkpoints", nargs=1, metavar="DIR", help="a run directory or a step-... directory"
+    )
+    which.add_argument(
+        "--compare", dest="checkpoints", nargs=2, metavar=("A", "B"), help="two, and B less A on the same noise"
+    )
     parser.add_argument("--data", required=True, help="what data.validation takes: prepared rows, a text file, python")
     parser.add_argument("--estimator", default="paper", choices=["paper", "count"], help="of the bound (paper)")
     parser.add_argument("--num-times", nargs="+", default=[], metavar="T", help="discrete time in T steps; inf: none")
@@ -31,12 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     from mdlm_scale.errors import UserError  # heavy imports come after the arguments: --help answers at once
-    from mdlm_scale.run.perplexity import Request
     from mdlm_scale.run.perplexity import main as run
 
-    given = {key: value for key, value in vars(args).items() if key not in ("checkpoint", "compare", "local_rank")}
     try:
-        return run(Request([args.checkpoint] if args.checkpoint else args.compare, **given))
+        return run(args)
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

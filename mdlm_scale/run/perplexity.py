@@ -1,4 +1,4 @@
-"""`mdlm_scale.evaluate`: the figures of one or two checkpoints, and the protocol by which others find the same.
+"""`mdlm_scale.evaluate`: the figures of checkpoints, and the protocol by which others find the same.
 
 Every rank holds a whole model, for there are no gradients, and takes blocks of rows in turn. All that can be known to
 be wrong is told at once, before weights are read.
@@ -8,17 +8,20 @@ import json
 import math
 import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mdlm_scale import kernels
 from mdlm_scale import log as log_module
-from mdlm_scale.config import Config, DataConfig, DiffusionConfig, Precision
+from mdlm_scale.config import Config, DataConfig, Precision
 from mdlm_scale.data import source as source_module
 from mdlm_scale.data import texts
 from mdlm_scale.data.rows import Wrapping
@@ -26,7 +29,8 @@ from mdlm_scale.data.shards import MANIFEST
 from mdlm_scale.data.source import Source
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.diffusion import objective, schedule
-from mdlm_scale.errors import EXIT_FAILURE, ConfigError, FetchError, UserError, raise_if_any
+from mdlm_scale.diffusion.corrupt import Batch
+from mdlm_scale.errors import EXIT_FAILURE, ConfigError, FetchError, UserError
 from mdlm_scale.layout import Layout
 from mdlm_scale.log import log
 from mdlm_scale.model.dit import DiT
@@ -37,37 +41,17 @@ from mdlm_scale.run.evaluate import (
     MAX_DRAWS,
     MAX_ROWS,
     Estimator,
-    Evaluation,
     Forward,
     Plan,
     Scores,
-    difference,
     estimate,
     frozen,
     score,
 )
 from mdlm_scale.run.sample import Trained, find_trained, load_model
 
-INF = "inf"  # as --num-times: continuous time
+INF = "inf"  # steps of continuous time
 Figures = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for."""
-
-    checkpoints: Sequence[str]  # one, or two to compare
-    data: str
-    estimator: str = "paper"
-    num_times: Sequence[str] = ()  # none: the checkpoint's own
-    samples_per_row: int = 1
-    until_se: float | None = None
-    rows: int | None = None
-    seed: int = 1
-    batch: int = 16
-    raw: bool = False
-    precision: str | None = None
-    json: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,251 +60,202 @@ class Rows:
 
     source: Source
     num_rows: int
-    bytes_per_token: float | None  # of text, over the whole folder
+    bytes_per_token: float | None  # of text, in the whole folder
     protocol: Figures
 
 
-def main(request: Request) -> int:
+def main(asked: Namespace) -> int:
     """`python -m mdlm_scale.evaluate`: returns the exit code."""
     ranks = world()
     log_module.start(ranks.rank)
     if not torch.cuda.is_available():
         kernels.tune_cpu(ranks.local_size)
     with Groups(ranks) as groups:
-        found = measure(request, groups)
+        found = measure(asked, groups)
         if ranks.rank == 0:
             print(text(found))
-            if request.json:
-                _write(Path(request.json), json.dumps(found, indent=1, allow_nan=False) + "\n")
-    if all(figures["until_se_reached"] is not False for figures in _all(found)):
+            if asked.json:
+                _write(Path(asked.json), json.dumps(found, indent=1, allow_nan=False) + "\n")
+    if asked.until_se is None or all(figures["se_mc"] <= asked.until_se for figures in found["results"]):
         return 0
-    num_draws = _all(found)[-1]["num_draws"]
     log.warning(
-        f"--until-se {request.until_se} was not reached with {num_draws} draws of each row, {MAX_DRAWS} at most."
+        f"--until-se {asked.until_se} was not reached with {found['num_draws']} draws of each row; more than "
+        f"{MAX_DRAWS} are not made. More rows would lower both parts of the error."
     )
     return EXIT_FAILURE
 
 
-def measure(request: Request, groups: Groups) -> Figures:
-    """The figures as they go into the JSON file: flat for one; `a`, `b` and `difference`; or a `table` over T."""
-    subjects, rows = _checked(request)
+def measure(asked: Namespace, groups: Groups) -> Figures:
+    """What goes into the JSON file: the first result's figures, all `results`, and the `difference` of two."""
+    subjects, rows = _checked(asked)
     ranks, config = groups.ranks, subjects[0].config
     device = build.device_of(Config(), ranks)
     if ranks.size > 1:
         groups.open(device, config.parallel.start_minutes)
-    told = {f"checkpoint {s.folder}": s.manifest["files"] for s in subjects}
-    groups.agree("The ranks differ", asdict(request) | rows.protocol | told)
-    precision = Precision(request.precision or (config.train.precision if device.type == "cuda" else "float32"))
-    models = [load_model(subject, device, request.raw, build.DTYPES[precision]) for subject in subjects]
-    layout = Layout(ranks.size, ranks.rank)
-    found = []
-    times: list[str | None] = [*request.num_times] or [None]
-    for num_times in times:
-        plans = [_plan(request, subject, num_times, rows.num_rows) for subject in subjects]
-        work = list(zip(map(_forward, models), plans, strict=True))
-        scores = _scores(request, work, rows.source, layout, groups)
-        figures = [
-            _figures(request, subject, plan, each, rows, precision)
-            for subject, plan, each in zip(subjects, plans, scores, strict=True)
-        ]
-        if len(figures) == 1:
-            found.append(figures[0])
-            continue
-        compared = difference(*scores)
-        keys = {"nelbo": compared.nelbo, "nelbo_se": compared.nelbo_se, "ppl_ratio": math.exp(compared.nelbo)}
-        parts = {"se_mc": compared.se_mc, "se_data": compared.se_data}
-        found.append({"a": figures[0], "b": figures[1], "difference": keys | parts})
-    return found[0] if len(found) == 1 else {"table": found}
+    groups.agree("The ranks differ", vars(asked) | rows.protocol | {"weights": [s.manifest["files"] for s in subjects]})
+    precision = Precision(asked.precision or (config.train.precision if device.type == "cuda" else "float32"))
+    models = [load_model(subject, device, asked.raw, build.DTYPES[precision]) for subject in subjects]
+    results, difference, own_times = [], None, [None]
+    for num_times in asked.num_times or own_times:
+        plans = [_plan(asked, subject, num_times, rows.num_rows) for subject in subjects]
+        work = [(partial(_forward, model), plan) for model, plan in zip(models, plans, strict=True)]
+        scores = _scores(asked, work, rows.source, Layout(ranks.size, ranks.rank), groups)
+        for subject, plan, each in zip(subjects, plans, scores, strict=True):
+            results.append(_figures(subject, plan, each, rows, {"raw": asked.raw, "precision": str(precision)}))
+        if len(scores) == 2:  # the second less the first, block by block: the noise they share is not in the errors
+            found = estimate(Scores(scores[1].nats - scores[0].nats, scores[0].tokens))
+            difference = {key: getattr(found, key) for key in ("nelbo", "nelbo_se", "se_mc", "se_data")}
+    return {**results[0], "results": results, "difference": difference}
 
 
 def _scores(
-    request: Request, work: list[tuple[Forward, Plan]], source: Source, layout: Layout, groups: Groups
+    asked: Namespace, work: Sequence[tuple[Forward, Plan]], source: Source, layout: Layout, groups: Groups
 ) -> list[Scores]:
-    """Of each model, with as many draws as are asked for, or as the wanted error needs."""
-    num_draws = request.samples_per_row if request.until_se is None else max(2, request.samples_per_row)
+    """Of each model, with as many draws as are asked for, or as the wanted error needs; none is made twice."""
     found: list[Scores] = []
+    draws = range(asked.samples_per_row if asked.until_se is None else max(2, asked.samples_per_row))
     while True:
-        draws = range(found[0].nats.shape[0] if found else 0, num_draws)
-        more = [score(forward, source, plan, draws, layout, groups, request.batch) for forward, plan in work]
-        found = [before + after for before, after in zip(found, more, strict=True)] if found else more
-        if all(_reached(request, estimate(scores)) for scores in found) or 2 * num_draws > MAX_DRAWS:
+        more = [score(forward, source, plan, draws, layout, groups, asked.batch) for forward, plan in work]
+        found = [one + other for one, other in zip(found, more, strict=True)] if found else more
+        parts = [estimate(scores).se_mc for scores in found]
+        if asked.until_se is None or all(part is not None and part <= asked.until_se for part in parts):
             return found
-        num_draws *= 2
+        draws = range(draws.stop, 2 * draws.stop)
+        if draws.stop > MAX_DRAWS:
+            return found
 
 
-def _reached(request: Request, evaluation: Evaluation) -> bool:
-    return request.until_se is None or (evaluation.se_mc is not None and evaluation.se_mc <= request.until_se)
+def _forward(model: DiT, batch: Batch) -> Tensor:
+    with torch.inference_mode():
+        return model(batch.to(model.embed.weight.device))[1]
 
 
-def _forward(model: DiT) -> Forward:
-    device = model.embed.weight.device
-
-    def forward(batch: Any) -> torch.Tensor:
-        with torch.inference_mode():
-            return model(batch.to(device))[1]
-
-    return forward
+def _plan(asked: Namespace, subject: Trained, num_times: str | None, num_rows: int) -> Plan:
+    diffusion = frozen(subject.config.diffusion)
+    if num_times is not None:
+        diffusion = replace(diffusion, num_times=None if num_times == INF else int(num_times))
+    tokenizer, estimator = subject.tokenizer, Estimator(asked.estimator)
+    return Plan(diffusion, asked.seed, num_rows, tokenizer.mask_id, tokenizer.vocab_size, estimator)
 
 
-def _plan(request: Request, subject: Trained, num_times: str | None, num_rows: int) -> Plan:
-    diffusion = _diffusion(subject.config, num_times)
-    mask_id, vocab_size = subject.tokenizer.mask_id, subject.tokenizer.vocab_size
-    return Plan(diffusion, request.seed, num_rows, mask_id, vocab_size, Estimator(request.estimator))
-
-
-def _diffusion(config: Config, num_times: str | None) -> DiffusionConfig:
-    if num_times is None:
-        return frozen(config.diffusion)
-    return replace(frozen(config.diffusion), num_times=None if num_times == INF else int(num_times))
-
-
-def _figures(
-    request: Request, subject: Trained, plan: Plan, scores: Scores, rows: Rows, precision: Precision
-) -> Figures:
+def _figures(subject: Trained, plan: Plan, scores: Scores, rows: Rows, weights: Figures) -> Figures:
     """All that is said of one checkpoint; null is unknown.
 
-    Published figures leave out the prior and the reconstruction term; `complete` has them. The stretch of t below t_min
-    is taken to be as the rest is on average. Masks by count leave nothing out.
+    Published figures leave out the prior and the reconstruction term; `complete` has them, and takes the stretch of t
+    below t_min to be as the rest is on average. Masks by count leave nothing out.
     """
-    evaluation = estimate(scores)
-    exact, shape = plan.estimator is Estimator.by_count, schedule.from_config(plan.diffusion)
-    prior = 0.0 if exact else objective.prior(shape, plan.vocab_size)
-    is_free = exact or objective.reconstruction_weight(shape) == 0  # else it needs the network at t = 0
-    scales = {"bits_per_token": 1 / math.log(2), "bits_per_byte": None}
-    if rows.bytes_per_token is not None:
-        scales["bits_per_byte"] = 1 / math.log(2) / rows.bytes_per_token
-    bits = {
-        f"{name}{suffix}": None if scale is None else scale * nats
-        for name, scale in scales.items()
-        for suffix, nats in (("", evaluation.nelbo), ("_se", evaluation.nelbo_se))
-    }
-    config, time = subject.config, plan.diffusion
+    found, by_count = estimate(scores), plan.estimator is Estimator.by_count
+    diffusion, shape = plan.diffusion, schedule.from_config(plan.diffusion)
+    prior = 0.0 if by_count else objective.prior(shape, plan.vocab_size)
+    # text masked at t = 0 already would need the network there
+    reconstruction = 0.0 if by_count or objective.reconstruction_weight(shape) == 0 else None
+    byte = None if rows.bytes_per_token is None else math.log(2) * rows.bytes_per_token
     return {
-        **asdict(evaluation),
-        **bits,
+        **asdict(found),
+        "bits_per_token": found.nelbo / math.log(2),
+        "bits_per_token_se": found.nelbo_se / math.log(2),
+        "bits_per_byte": None if byte is None else found.nelbo / byte,
+        "bits_per_byte_se": None if byte is None else found.nelbo_se / byte,
         "prior": prior,
-        "reconstruction": 0.0 if is_free else None,
-        "complete": evaluation.nelbo + prior if is_free else None,
-        "until_se_reached": None if request.until_se is None else _reached(request, evaluation),
+        "reconstruction": reconstruction,
+        "complete": None if reconstruction is None else found.nelbo + prior + reconstruction,
         "protocol": {
             "checkpoint": str(subject.folder),
             "step": subject.manifest["state"]["step"],
-            "weights": "raw" if request.raw else "EMA",
+            "weights": "raw" if weights["raw"] else "EMA",
+            "precision": weights["precision"],
             "estimator": str(plan.estimator),
-            "num_times": INF if exact else time.num_times or INF,
-            "t_min": None if exact or time.num_times else time.t_min,
-            "schedule": None if exact else {"name": str(time.schedule), **_ends(shape)},
+            "num_times": INF if by_count else diffusion.num_times or INF,
+            "t_min": None if by_count or diffusion.num_times else diffusion.t_min,
+            "schedule": None if by_count else asdict(shape) | {"name": str(shape.name)},
             "seed": plan.seed,
-            "samples_per_row": evaluation.num_draws,
-            "precision": str(precision),
-            "tokenizer": config.tokenizer.name,
+            "samples_per_row": found.num_draws,
+            "tokenizer": subject.config.tokenizer.name,
             "tokenizer_fingerprint": subject.tokenizer.fingerprint,
             **rows.protocol,
-            "trained_length": config.data.length,
+            "trained_length": subject.config.data.length,
         },
     }
 
 
-def _ends(shape: schedule.Schedule) -> Figures:
-    return {"e": shape.e, "sigma_min": shape.sigma_min, "sigma_max": shape.sigma_max}
-
-
-def _checked(request: Request) -> tuple[list[Trained], Rows]:
-    """Everything that can be asked before the weights are read; all faults at once."""
-    errors: list[UserError] = [ConfigError(fault) for fault in _faults(request)]
+def _checked(asked: Namespace) -> tuple[list[Trained], Rows]:
+    """Everything that can be asked before weights are read; all faults at once."""
+    errors: list[UserError] = [ConfigError(fault) for fault in _faults(asked)]
     subjects: list[Trained] = []
-    for path in request.checkpoints:
+    rows = None
+    for path in asked.checkpoints:
         try:
             subjects.append(find_trained(Path(path)))
-        except UserError as error:
-            errors.append(error)
-    if request.estimator == Estimator.by_count:
-        errors += [
-            ConfigError(
-                f"--estimator count leaves no time to tell a network, and {subject.folder} has "
-                f"model.time_conditioning=true. Use --estimator paper."
-            )
-            for subject in subjects
-            if subject.config.model.time_conditioning
-        ]
-    if len({subject.tokenizer.fingerprint for subject in subjects}) > 1:
-        names = " and ".join(subject.config.tokenizer.name for subject in subjects)
-        errors.append(ConfigError(f"--compare: the tokenizers differ ({names}): nats a token cannot be compared."))
-    rows = None
-    if subjects:
-        try:
-            rows = _rows(request, subjects[0].config.data, subjects[0].tokenizer)
+            config = subjects[-1].config
+            if asked.estimator == Estimator.by_count and config.model.time_conditioning:
+                raise ConfigError(
+                    f"--estimator count has no time to tell a network, and {path} has model.time_conditioning=true. "
+                    f"Use --estimator paper."
+                )
+            rows = _rows(asked, config.data, subjects[-1].tokenizer)
         except FetchError:
             raise
         except UserError as error:
             errors.append(error)
-    if errors:
-        raise type(errors[0])(*(fault for error in errors for fault in error.faults))
-    assert rows is not None, request
+    if len({subject.tokenizer.fingerprint for subject in subjects}) > 1:
+        names = " and ".join(subject.config.tokenizer.name for subject in subjects)
+        errors.append(ConfigError(f"--compare: the tokenizers differ ({names}), and so do their tokens."))
+    if errors or rows is None:
+        raise type(errors[0])(*dict.fromkeys(fault for error in errors for fault in error.faults))
     return subjects, rows
 
 
-def _faults(request: Request) -> list[str]:
+def _faults(asked: Namespace) -> list[str]:
     """What is wrong with the request itself."""
-    found = [
-        f"--num-times {t} must be at least 1, or {INF} for continuous time."
-        for t in request.num_times
-        if t != INF and not (t.isdecimal() and int(t) >= 1)
-    ]
-    if request.num_times and request.estimator == Estimator.by_count:
-        found.append("--num-times is of --estimator paper: masks by count are the bound of continuous time.")
-    if len(request.num_times) > 1 and len(request.checkpoints) > 1:
-        found.append("--compare takes one --num-times.")
-    if not 1 <= request.samples_per_row <= MAX_DRAWS:
-        found.append(f"--samples-per-row {request.samples_per_row} must lie in 1 .. {MAX_DRAWS}.")
-    if request.until_se is not None and not 0 < request.until_se < math.inf:
-        found.append(f"--until-se {request.until_se} must be a number above 0, in nats a token.")
-    if request.batch < 1:
-        found.append(f"--batch {request.batch} must be at least 1.")
-    if not 0 <= request.seed < 2**64:
-        found.append(f"--seed {request.seed} must lie in 0 .. 2^64 - 1.")
-    if request.json:
+    found, times = [], " ".join(asked.num_times)
+    if not all(t == INF or (t.isdecimal() and int(t) >= 1) for t in asked.num_times):
+        found.append(f"--num-times {times}: each must be at least 1, or {INF} for continuous time.")
+    if times and asked.estimator == Estimator.by_count:
+        found.append(f"--num-times {times} is for --estimator paper: masks by count are the bound of continuous time.")
+    if len(asked.num_times) > 1 and len(asked.checkpoints) > 1:
+        found.append(f"--compare takes one --num-times, not {times}.")
+    if not 1 <= asked.samples_per_row <= MAX_DRAWS:
+        found.append(f"--samples-per-row {asked.samples_per_row} must lie in 1 .. {MAX_DRAWS}.")
+    if asked.until_se is not None and not 0 < asked.until_se < math.inf:
+        found.append(f"--until-se {asked.until_se} must be a number above 0 (nats a token).")
+    if asked.batch < 1:
+        found.append(f"--batch {asked.batch} must be at least 1.")
+    if not 0 <= asked.seed < 2**64:
+        found.append(f"--seed {asked.seed} must lie in 0 .. 2^64 - 1.")
+    if asked.json:
         try:
-            if Path(request.json).is_dir():
+            if Path(asked.json).is_dir():
                 raise IsADirectoryError("it is a folder")
-            tempfile.TemporaryFile(dir=Path(request.json).parent).close()
+            tempfile.TemporaryFile(dir=Path(asked.json).parent).close()
         except OSError as error:
-            found.append(f"--json {request.json} cannot be written: {error}.")
+            found.append(f"--json {asked.json} cannot be written: {error.strerror or error}.")
     return found
 
 
-def _rows(request: Request, config: DataConfig, tokenizer: Tokenizer) -> Rows:
+def _rows(asked: Namespace, config: DataConfig, tokenizer: Tokenizer) -> Rows:
     """Open the data, at its own length."""
-    where, inside = request.data, Path(request.data) / "validation"
+    where, inside = asked.data, Path(asked.data) / "validation"
     if not (Path(where) / MANIFEST).exists() and (inside / MANIFEST).is_file():
         where = str(inside)
     description = source_module.described(where)
-    length = config.length if description is None else description.length
-    config = replace(config, length=length)
+    config = config if description is None else replace(config, length=description.length)
     try:
         source = source_module.load(where, "validation", config, tokenizer, source_module.open_cache(config))
     except FetchError:
         raise
     except UserError as error:
         raise type(error)(*(fault.replace("data.validation", "--data") for fault in error.faults)) from error
-    num_rows = source.num_rows if request.rows is None else request.rows
-    found = []
-    if num_rows > min(source.num_rows, MAX_ROWS):
-        found.append(f"--rows {num_rows} is more than the {min(source.num_rows, MAX_ROWS)} rows of {where}.")
-    if num_rows <= BLOCK:
-        what = f"--data {where} has {num_rows} rows" if request.rows is None else f"--rows {num_rows} is too few"
-        found.append(f"{what}: a standard error needs two blocks of {BLOCK}, so at least {BLOCK + 1} rows.")
-    raise_if_any(found)
+    num_rows, most = source.num_rows if asked.rows is None else asked.rows, min(source.num_rows, MAX_ROWS)
+    if not BLOCK < num_rows <= most:
+        raise ConfigError(
+            f"--data {where} has {source.num_rows} rows, --rows is {'all' if asked.rows is None else num_rows}: at least {BLOCK + 1} (two "
+            f"blocks, for a standard error) and at most {most} can be evaluated."
+        )
     manifest = _made(source, where) if description is None else description.manifest
     text_bytes = manifest.get("text_bytes")
-    protocol = {
-        "data": where,
-        "data_fingerprint": source.fingerprint(),
-        "length": length,
-        "wrapping": manifest.get("wrapping"),
-        "detokenizer": manifest.get("detokenizer"),
-    }
-    return Rows(source, num_rows, text_bytes / manifest["tokens"] if text_bytes else None, protocol)
+    protocol = {"data": where, "data_fingerprint": source.fingerprint(), "length": config.length}
+    told = {key: manifest.get(key) for key in ("wrapping", "detokenizer")}
+    return Rows(source, num_rows, text_bytes / manifest["tokens"] if text_bytes else None, protocol | told)
 
 
 def _made(source: Source, where: str) -> Figures:
@@ -331,56 +266,24 @@ def _made(source: Source, where: str) -> Figures:
 
 
 def text(found: Figures) -> str:
-    """The same for reading."""
-    if "table" in found:
-        lines = [f"{'T':>8}   {'nelbo':18} perplexity"]
-        for f in found["table"]:
-            nelbo, ppl = (f"{f[key]:.4f} +- {f[key + '_se']:.4f}" for key in ("nelbo", "ppl"))
-            lines.append(f"{f['protocol']['num_times']:>8}   {nelbo:18} {ppl}")
-        last = found["table"][-1]
-        return "\n".join([*lines, *_protocol(last, last["protocol"] | {"num_times": "as in the table"})])
-    lines = [line for f in _all(found) for line in [*_result(f), *_protocol(f, f["protocol"]), ""]]
-    if "difference" in found:
-        d = found["difference"]
-        lines.append(
-            f"difference, b - a: nelbo {d['nelbo']:.5f} +- {d['nelbo_se']:.5f} nats a token{_parts(d)}; "
-            f"perplexity times {d['ppl_ratio']:.5f}"
-        )
-    return "\n".join(lines).rstrip()
+    """The same for reading: a line a result, then what decided them; where results differ in that, all of it."""
 
+    def cell(figures: Figures, key: str) -> str:
+        value, se = figures[key], figures.get(f"{key}_se")
+        return "unknown" if value is None else f"{value:.4f}" if se is None else f"{value:.4f} +- {se:.4f}"
 
-def _result(f: Figures) -> list[str]:
-    shown = {
-        "nelbo": f"{f['nelbo']:.4f} +- {f['nelbo_se']:.4f} nats a token{_parts(f)}",
-        "perplexity": f"{f['ppl']:.3f} +- {f['ppl_se']:.3f}",
-        "bits a token": f"{f['bits_per_token']:.4f} +- {f['bits_per_token_se']:.4f}",
-        "bits a byte": "unknown",
-        "complete": "unknown: the reconstruction term needs the network at t = 0",
-    }
-    if f["bits_per_byte"] is not None:
-        shown["bits a byte"] = f"{f['bits_per_byte']:.4f} +- {f['bits_per_byte_se']:.4f}"
-    if f["complete"] is not None:
-        shown["complete"] = f"{f['complete']:.4f} nats a token with prior ({f['prior']:.4f}) and reconstruction (0)"
-    return [f"{key:14} {value}" for key, value in shown.items()]
-
-
-def _parts(f: Figures) -> str:
-    """Of the standard error."""
-    if f["se_mc"] is None:
-        return ""
-    return (
-        f" (of the noise {f['se_mc']:.5f}, which more draws lower; of the rows {f['se_data']:.5f}, which they do not)"
-    )
-
-
-def _protocol(f: Figures, protocol: Figures) -> list[str]:
-    draws = f"{f['num_draws']} draw{'s'[: f['num_draws'] > 1]} each"
-    counts = f"{f['num_rows']:,} rows, {f['num_tokens']:,} tokens, {f['num_blocks']:,} blocks, {draws}"
-    return [f"{'of':14} {counts}", *(f"{key.replace('_', ' '):21} {value}" for key, value in protocol.items())]
-
-
-def _all(found: Figures) -> list[Figures]:
-    return found["table"] if "table" in found else [found["a"], found["b"]] if "a" in found else [found]
+    keys = ("nelbo", "se_mc", "se_data", "ppl", "bits_per_token", "bits_per_byte", "complete")
+    table: list[tuple[str, ...]] = [("T", *keys)]
+    table += [(str(f["protocol"]["num_times"]), *(cell(f, key) for key in keys)) for f in found["results"]]
+    if found["difference"]:
+        table.append(("b - a", *(cell(found["difference"], key) for key in keys[:3]), "", "", "", ""))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(f"{part:{n}}" for part, n in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines.append(f"{found['num_rows']:,} rows, {found['num_tokens']:,} tokens, {found['num_blocks']:,} blocks")
+    for key in found["protocol"]:
+        values = dict.fromkeys(str(figures["protocol"][key]) for figures in found["results"])
+        lines.append(f"  {key:22} {' | '.join(values)}")
+    return "\n".join(lines)
 
 
 def _write(path: Path, content: str) -> None:
