@@ -11,7 +11,7 @@ if __name__ == "__main__" and __package__ is None:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # not our folder: it would shadow other packages
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mdlm_scale.evaluate", description=(__doc__ or "").splitlines()[0])
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
@@ -32,8 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--precision", choices=["bf16", "float32", "float64"], help="float32; on GPUs the run's own")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it; RANK says the same
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
 
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parsed(arguments)
     from mdlm_scale.errors import UserError  # heavy imports come after the arguments: --help answers at once
     from mdlm_scale.run.perplexity import main as run
 

@@ -72,20 +72,15 @@ def unit_times(sampling: TimeSampling, seed: int, step: int, num_slots: int) -> 
     stratified  slot j gets a point of [j/N, (j+1)/N): the paper's choice, over the global batch
     iid         independent
     """
-    slot_N = torch.arange(num_slots)
-    u_N = uniforms(seed, "time", step, slot_N, 1)[:, 0]
-    if sampling is TimeSampling.iid:
-        return u_N
-    if sampling is TimeSampling.stratified:
-        return (slot_N + u_N) / num_slots
-    num_pairs = num_slots // 2
-    if num_pairs == 0:
-        return u_N
+    slot_N, num_pairs = torch.arange(num_slots), num_slots // 2
+    if sampling is not TimeSampling.lattice or num_pairs == 0:
+        u_N = uniforms(seed, "time", step, slot_N, 1)[:, 0]
+        return (slot_N + u_N) / num_slots if sampling is TimeSampling.stratified else u_N
     shift = uniforms(seed, "time shift", step, torch.zeros(1, dtype=torch.long), 1)[0, 0]
     # the integer product is reduced first, so that frac() does not lose digits for large batches
     v_P = ((torch.arange(num_pairs) * _golden_step(num_pairs) % num_pairs).double() / num_pairs + shift) % 1.0
     v_N = torch.stack([v_P, 1 - v_P], dim=1).flatten()
-    return v_N if num_slots % 2 == 0 else torch.cat([v_N, u_N[-1:]])
+    return v_N if num_slots % 2 == 0 else torch.cat([v_N, uniforms(seed, "time", step, slot_N[-1:], 1)[:, 0]])
 
 
 def is_masked(seed: int, step: int | Tensor, slot_B: Tensor, mask_prob_B: Tensor, length: int) -> Tensor:

@@ -248,8 +248,8 @@ def _rows(asked: Namespace, config: DataConfig, tokenizer: Tokenizer) -> Rows:
     num_rows, most = source.num_rows if asked.rows is None else asked.rows, min(source.num_rows, MAX_ROWS)
     if not BLOCK < num_rows <= most:
         raise ConfigError(
-            f"--data {where} has {source.num_rows} rows, --rows is {'all' if asked.rows is None else num_rows}: at least {BLOCK + 1} (two "
-            f"blocks, for a standard error) and at most {most} can be evaluated."
+            f"{num_rows} rows of --data {where}, which has {source.num_rows}: at least {BLOCK + 1} are needed (two "
+            f"blocks, for a standard error), and at most {most} can be evaluated."
         )
     manifest = _made(source, where) if description is None else description.manifest
     text_bytes = manifest.get("text_bytes")
