@@ -32,7 +32,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["bf16", "float32", "float64"], help="float32; on GPUs the run's own")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it; RANK says the same
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    del args.local_rank
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -237,14 +237,15 @@ def _rows(asked: Namespace, config: DataConfig, tokenizer: Tokenizer) -> Rows:
     where, inside = asked.data, Path(asked.data) / "validation"
     if not (Path(where) / MANIFEST).exists() and (inside / MANIFEST).is_file():
         where = str(inside)
-    description = source_module.described(where)
-    config = config if description is None else replace(config, length=description.length)
     try:
+        description = source_module.described(where)
+        config = config if description is None else replace(config, length=description.length)
         source = source_module.load(where, "validation", config, tokenizer, source_module.open_cache(config))
     except FetchError:
         raise
     except UserError as error:
-        raise type(error)(*(fault.replace("data.validation", "--data") for fault in error.faults)) from error
+        faults = (fault.removeprefix("data.validation: ") for fault in error.faults)
+        raise type(error)(*(f"--data: {fault}" for fault in faults)) from error
     num_rows, most = source.num_rows if asked.rows is None else asked.rows, min(source.num_rows, MAX_ROWS)
     if not BLOCK < num_rows <= most:
         raise ConfigError(
