@@ -87,7 +87,7 @@ def main(asked: Namespace) -> int:
 
 def measure(asked: Namespace, groups: Groups) -> Figures:
     """What goes into the JSON file: the first result's figures, all `results`, and the `difference` of two."""
-    subjects, rows = _checked(asked)
+    subjects, rows = checked(asked)
     ranks, config = groups.ranks, subjects[0].config
     device = build.device_of(Config(), ranks)
     if ranks.size > 1:
@@ -98,7 +98,7 @@ def measure(asked: Namespace, groups: Groups) -> Figures:
     results, difference, own_times = [], None, [None]
     for num_times in asked.num_times or own_times:
         plans = [_plan(asked, subject, num_times, rows.num_rows) for subject in subjects]
-        work = [(partial(_forward, model), plan) for model, plan in zip(models, plans, strict=True)]
+        work = [(partial(forward, model), plan) for model, plan in zip(models, plans, strict=True)]
         scores = _scores(asked, work, rows.source, Layout(ranks.size, ranks.rank), groups)
         for subject, plan, each in zip(subjects, plans, scores, strict=True):
             results.append(_figures(subject, plan, each, rows, {"raw": asked.raw, "precision": str(precision)}))
@@ -125,7 +125,7 @@ def _scores(
             return found
 
 
-def _forward(model: DiT, batch: Batch) -> Tensor:
+def forward(model: DiT, batch: Batch) -> Tensor:
     with torch.inference_mode():
         return model(batch.to(model.embed.weight.device))[1]
 
@@ -178,7 +178,7 @@ def _figures(subject: Trained, plan: Plan, scores: Scores, rows: Rows, weights: 
     }
 
 
-def _checked(asked: Namespace) -> tuple[list[Trained], Rows]:
+def checked(asked: Namespace) -> tuple[list[Trained], Rows]:
     """Everything that can be asked before weights are read; all faults at once."""
     errors: list[UserError] = [ConfigError(fault) for fault in _faults(asked)]
     subjects: list[Trained] = []
