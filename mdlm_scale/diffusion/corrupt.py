@@ -63,18 +63,13 @@ def corrupted(
 ) -> Batch:
     """The training batch for these slots of this step: rows `x_BL` at times `t_B`, with their masks and weights."""
     slot_B = torch.arange(slots.start, slots.stop)
+    is_masked_BL = noise.is_masked(seed, step, slot_B, schedule.mask_prob(t_B), x_BL.shape[1])
     made = masked(
-        x_BL,
-        is_token_BL,
-        noise.is_masked(seed, step, slot_B, schedule.mask_prob(t_B), x_BL.shape[1]),
-        t_B,
-        schedule.sigma(t_B),
+        x_BL, is_token_BL, is_masked_BL, t_B, schedule.sigma(t_B),
         weight_B=objective.weight(schedule, t_B, num_times=config.num_times, kind=config.weight),
         elbo_weight_B=objective.weight(schedule, t_B, num_times=config.num_times),
-        mask_id=mask_id,
-        vocab_size=vocab_size,
-        where=f"Step {step}, slots {slots.start} to {slots.stop - 1}",
-    )
+        mask_id=mask_id, vocab_size=vocab_size, where=f"Step {step}, slots {slots.start} to {slots.stop - 1}",
+    )  # fmt: skip
     keys = noise.dropout_keys(seed, step, slot_B, dropout_sites) if dropout_sites else None
     return dataclasses.replace(made, dropout_keys=keys)
 

@@ -44,10 +44,12 @@ from mdlm_scale.run.evaluate import (
     Forward,
     Plan,
     Scores,
+    difference,
     estimate,
     frozen,
     score,
-)
+)  # fmt: skip
+from mdlm_scale.run.metrics import json_safe
 from mdlm_scale.run.sample import Trained, find_trained, load_model
 
 INF = "inf"  # steps of continuous time
@@ -76,7 +78,8 @@ def main(asked: Namespace) -> int:
             print(text(found))
             if asked.json:
                 _write(Path(asked.json), json.dumps(found, indent=1, allow_nan=False) + "\n")
-    if asked.until_se is None or all(figures["se_mc"] <= asked.until_se for figures in found["results"]):
+    parts = [figures["se_mc"] for figures in found["results"]]
+    if asked.until_se is None or all(part is not None and part <= asked.until_se for part in parts):
         return 0
     log.warning(
         f"--until-se {asked.until_se} was not reached with {found['num_draws']} draws of each row; more than "
@@ -95,17 +98,17 @@ def measure(asked: Namespace, groups: Groups) -> Figures:
     groups.agree("The ranks differ", vars(asked) | rows.protocol | {"weights": [s.manifest["files"] for s in subjects]})
     precision = Precision(asked.precision or (config.train.precision if device.type == "cuda" else "float32"))
     models = [load_model(subject, device, asked.raw, build.DTYPES[precision]) for subject in subjects]
-    results, difference, own_times = [], None, [None]
-    for num_times in asked.num_times or own_times:
+    results, compared = [], None
+    for num_times in asked.num_times or [""]:  # the checkpoint's own
         plans = [_plan(asked, subject, num_times, rows.num_rows) for subject in subjects]
         work = [(partial(forward, model), plan) for model, plan in zip(models, plans, strict=True)]
         scores = _scores(asked, work, rows.source, Layout(ranks.size, ranks.rank), groups)
         for subject, plan, each in zip(subjects, plans, scores, strict=True):
             results.append(_figures(subject, plan, each, rows, {"raw": asked.raw, "precision": str(precision)}))
-        if len(scores) == 2:  # the second less the first, block by block: the noise they share is not in the errors
-            found = estimate(Scores(scores[1].nats - scores[0].nats, scores[0].tokens))
-            difference = {key: getattr(found, key) for key in ("nelbo", "nelbo_se", "se_mc", "se_data")}
-    return {**results[0], "results": results, "difference": difference}
+        if len(scores) == 2:
+            found = asdict(difference(*scores))
+            compared = {key: found[key] for key in ("nelbo", "nelbo_se", "se_mc", "se_data")}
+    return json_safe({**results[0], "results": results, "difference": compared})
 
 
 def _scores(
@@ -130,9 +133,9 @@ def forward(model: DiT, batch: Batch) -> Tensor:
         return model(batch.to(model.embed.weight.device))[1]
 
 
-def _plan(asked: Namespace, subject: Trained, num_times: str | None, num_rows: int) -> Plan:
+def _plan(asked: Namespace, subject: Trained, num_times: str, num_rows: int) -> Plan:
     diffusion = frozen(subject.config.diffusion)
-    if num_times is not None:
+    if num_times:
         diffusion = replace(diffusion, num_times=None if num_times == INF else int(num_times))
     tokenizer, estimator = subject.tokenizer, Estimator(asked.estimator)
     return Plan(diffusion, asked.seed, num_rows, tokenizer.mask_id, tokenizer.vocab_size, estimator)

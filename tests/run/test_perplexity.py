@@ -158,6 +158,13 @@ def test_an_error_that_is_not_reached_is_told(
     assert json.loads((tmp_path / "out.json").read_text())["num_draws"] == 4  # the figures are there all the same
 
 
+def test_what_is_not_a_number_is_null(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = perplexity.forward
+    monkeypatch.setattr(perplexity, "forward", lambda *given: forward(*given) * math.nan)
+    found = measured("--samples-per-row", "2")
+    assert {found[key] for key in ("nelbo", "nelbo_se", "ppl", "se_mc", "bits_per_token")} == {None}
+
+
 def test_a_table_over_the_number_of_steps(measured: Any) -> None:
     found = measured("--num-times", "1", "10", "1000", "inf")
     assert [row["protocol"]["num_times"] for row in found["results"]] == [1, 10, 1000, "inf"]
