@@ -193,18 +193,24 @@ def in_memory(records: Records, where: str = "memory", tokenizer_fingerprint: st
     )
 
 
-def _dataset(where: str, split: str, config: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Dataset:
+def described(where: str) -> Description | None:
+    """What is told of prepared rows; None for a text, whose rows are made in memory."""
     if where == texts.PYTHON or Path(where).is_file():
-        return in_memory(_text_rows(where, split, config, tokenizer), where, tokenizer.fingerprint)
+        return None
     if "://" in where:
-        description = read_remote(where)
-    elif Path(where).is_dir():
-        description = shards.read_folder(Path(where))
-    else:
-        raise DataError(
-            f"'{where}' does not exist. Give a folder of shards (tools/prepare_data.py makes it), the address of one "
-            f"(s3://...), a small text file, or `python`."
-        )
+        return read_remote(where)
+    if Path(where).is_dir():
+        return shards.read_folder(Path(where))
+    raise DataError(
+        f"'{where}' does not exist. Give a folder of shards (tools/prepare_data.py makes it), the address of one "
+        f"(s3://...), a small text file, or `python`."
+    )
+
+
+def _dataset(where: str, split: str, config: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Dataset:
+    description = described(where)
+    if description is None:
+        return in_memory(_text_rows(where, split, config, tokenizer), where, tokenizer.fingerprint)
     raise_if_any(_disagreements(description, config, tokenizer), DataError)
     packed = any(file.compressed for file in description.files)
     return _fetched(description, cache) if packed or "://" in where else mapped(description)

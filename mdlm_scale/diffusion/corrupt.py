@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdlm_scale.config import DiffusionConfig, LossWeight
+from mdlm_scale.config import DiffusionConfig
 from mdlm_scale.diffusion import noise, objective
 from mdlm_scale.diffusion.schedule import Schedule
 from mdlm_scale.errors import DataError, raise_if_any
@@ -64,25 +64,45 @@ def corrupted(
     """The training batch for these slots of this step: rows `x_BL` at times `t_B`, with their masks and weights."""
     slot_B = torch.arange(slots.start, slots.stop)
     is_masked_BL = noise.is_masked(seed, step, slot_B, schedule.mask_prob(t_B), x_BL.shape[1])
+    made = masked(
+        x_BL, is_token_BL, is_masked_BL, t_B, schedule.sigma(t_B),
+        weight_B=objective.weight(schedule, t_B, num_times=config.num_times, kind=config.weight),
+        elbo_weight_B=objective.weight(schedule, t_B, num_times=config.num_times),
+        mask_id=mask_id, vocab_size=vocab_size, where=f"Step {step}, slots {slots.start} to {slots.stop - 1}",
+    )  # fmt: skip
+    keys = noise.dropout_keys(seed, step, slot_B, dropout_sites) if dropout_sites else None
+    return dataclasses.replace(made, dropout_keys=keys)
+
+
+def masked(
+    x_BL: Tensor,
+    is_token_BL: Tensor,
+    is_masked_BL: Tensor,
+    t_B: Tensor,
+    sigma_B: Tensor,
+    *,
+    weight_B: Tensor,
+    elbo_weight_B: Tensor,
+    mask_id: int,
+    vocab_size: int,
+    where: str,
+) -> Batch:
+    """The batch for given masks and weights, without dropout; a DataError begins with `where` the rows are from."""
+    faults = row_faults(x_BL.flatten(), weight_B, mask_id=mask_id, vocab_size=vocab_size)
+    raise_if_any((f"{where}: {fault}" for fault in faults), DataError)
     rows_M = torch.nonzero((is_masked_BL & is_token_BL).flatten()).squeeze(1)
     row_M = rows_M // x_BL.shape[1]
-    weight_B, elbo_weight_B = (
-        objective.weight(schedule, t_B, num_times=config.num_times, kind=kind)
-        for kind in (config.weight, LossWeight.elbo)
-    )
-    faults = row_faults(x_BL.flatten(), weight_B, mask_id=mask_id, vocab_size=vocab_size)
-    raise_if_any((f"Step {step}, slots {slots.start} to {slots.stop - 1}: {fault}" for fault in faults), DataError)
     return Batch(
         x_BL=x_BL,
         z_BL=corrupt(x_BL, is_masked_BL, mask_id=mask_id),
         t_B=t_B,
-        sigma_B=schedule.sigma(t_B),
+        sigma_B=sigma_B,
         is_token_BL=is_token_BL,
         rows_M=rows_M,
         target_M=x_BL.flatten()[rows_M],
         weight_M=weight_B[row_M],
         elbo_weight_M=elbo_weight_B[row_M],
-        dropout_keys=noise.dropout_keys(seed, step, slot_B, dropout_sites) if dropout_sites else None,
+        dropout_keys=None,
         num_tokens=int(is_token_BL.sum()),
     )
 

@@ -37,10 +37,14 @@ def stream_id(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
 
 
-def random_bits(seed: int, stream: str, step: int, slot_B: Tensor, count: int) -> Tensor:
-    """`count` words of 32 bits for each slot, (B, count) int64: counter (i // 4, slot, step, stream), lane i % 4."""
+def random_bits(seed: int, stream: str, step: int | Tensor, slot_B: Tensor, count: int) -> Tensor:
+    """`count` words of 32 bits for each slot, (B, count) int64: counter (i // 4, slot, step, stream), lane i % 4.
+
+    The slots are of one step, or each of its own.
+    """
     block = torch.arange(-(-count // 4), device=slot_B.device)
-    counter = (block, slot_B[:, None], torch.tensor(step, device=slot_B.device), torch.tensor(stream_id(stream)))
+    step_B = torch.as_tensor(step, device=slot_B.device).view(-1, 1)
+    counter = (block, slot_B[:, None], step_B, torch.tensor(stream_id(stream)))
     lanes = philox(seed, tuple(torch.broadcast_tensors(*counter)))
     return torch.stack(lanes, dim=-1).flatten(1)[:, :count]
 
@@ -68,26 +72,40 @@ def unit_times(sampling: TimeSampling, seed: int, step: int, num_slots: int) -> 
     stratified  slot j gets a point of [j/N, (j+1)/N): the paper's choice, over the global batch
     iid         independent
     """
-    slot_N = torch.arange(num_slots)
-    u_N = uniforms(seed, "time", step, slot_N, 1)[:, 0]
-    if sampling is TimeSampling.iid:
-        return u_N
-    if sampling is TimeSampling.stratified:
-        return (slot_N + u_N) / num_slots
-    num_pairs = num_slots // 2
-    if num_pairs == 0:
-        return u_N
+    slot_N, num_pairs = torch.arange(num_slots), num_slots // 2
+    if sampling is not TimeSampling.lattice or num_pairs == 0:
+        u_N = uniforms(seed, "time", step, slot_N, 1)[:, 0]
+        return (slot_N + u_N) / num_slots if sampling is TimeSampling.stratified else u_N
     shift = uniforms(seed, "time shift", step, torch.zeros(1, dtype=torch.long), 1)[0, 0]
     # the integer product is reduced first, so that frac() does not lose digits for large batches
     v_P = ((torch.arange(num_pairs) * _golden_step(num_pairs) % num_pairs).double() / num_pairs + shift) % 1.0
     v_N = torch.stack([v_P, 1 - v_P], dim=1).flatten()
-    return v_N if num_slots % 2 == 0 else torch.cat([v_N, u_N[-1:]])
+    return v_N if num_slots % 2 == 0 else torch.cat([v_N, uniforms(seed, "time", step, slot_N[-1:], 1)[:, 0]])
 
 
-def is_masked(seed: int, step: int, slot_B: Tensor, mask_prob_B: Tensor, length: int) -> Tensor:
+def is_masked(seed: int, step: int | Tensor, slot_B: Tensor, mask_prob_B: Tensor, length: int) -> Tensor:
     """Which positions are masked, (B, L) bool: an integer test, so that every machine agrees on every bit."""
     threshold_B = torch.floor(mask_prob_B.double() * 2**32).long()
     return random_bits(seed, "mask", step, slot_B, length) < threshold_B[:, None]
+
+
+def mask_counts(seed: int, step: int, num_slots: int, length: int) -> Tensor:
+    """How many positions each slot masks, (N,) int64, on the lattice of `unit_times`: each slot's count alone is
+    uniform on 1 .. L, and slots 2i and 2i+1 mask L + 1 together."""
+    v_N = unit_times(TimeSampling.lattice, seed, step, num_slots)
+    count_N = torch.clamp(torch.floor(v_N * length).long(), max=length - 1) + 1
+    count_N[1::2] = length + 1 - count_N[: num_slots - 1 : 2]  # in whole numbers: no rounding can part a pair
+    return count_N
+
+
+def is_masked_exactly(seed: int, step: int | Tensor, slot_B: Tensor, count_B: Tensor, length: int) -> Tensor:
+    """Masks of `count_B` positions, each such set equally likely, (B, L) bool: the first by random words."""
+    bits_BL2 = random_bits(seed, "subset", step, slot_B, 2 * length).unflatten(1, (length, 2))
+    order_BL = torch.argsort(
+        (bits_BL2[..., 0] << 32) | bits_BL2[..., 1], dim=1, stable=True
+    )  # any order: also of signs
+    is_first_BL = torch.arange(length, device=slot_B.device) < count_B[:, None]
+    return torch.zeros_like(is_first_BL).scatter(1, order_BL, is_first_BL)
 
 
 def worst_over_mean(config: DiffusionConfig, schedule: Schedule, num_slots: int, num_parts: int) -> float:

@@ -120,7 +120,7 @@ class Metrics:
     def write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
         """One row, handed to the system before the call returns: the process may die, the row stays."""
         if self.file is not None:
-            self.file.write(json.dumps({"kind": kind, "step": step, **_json_safe(figures)}) + "\n")
+            self.file.write(json.dumps({"kind": kind, "step": step, **json_safe(figures)}) + "\n")
             self.file.flush()
         if self.wandb is not None:
             self.wandb.log({f"{kind}/{key}": value for key, value in figures.items()}, step=step)
@@ -179,10 +179,10 @@ def _start_wandb(config: Config, folder: Path) -> Any:
         raise ConfigError(f"Weights & Biases did not start: {error}. Log in, or set logging.wandb=offline.") from error
 
 
-def _json_safe(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """NaN and infinity are no JSON: they become null."""
     if isinstance(value, dict):
-        return {k: _json_safe(v) for k, v in value.items()}
+        return {k: json_safe(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_json_safe(v) for v in value]
+        return [json_safe(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

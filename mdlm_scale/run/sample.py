@@ -1,7 +1,9 @@
 """Text from a checkpoint: load the averaged weights into a model of their own, draw, decode."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +26,9 @@ def main(path: str, num_samples: int, num_steps: int, seed: int, json_file: str 
     log_module.start()
     counts = {"--num": num_samples, "--steps": num_steps}
     raise_if_any(f"{name} {count} must be at least 1." for name, count in counts.items() if count < 1)
-    model, config, tokenizer = load_model(Path(path))
+    trained = find_trained(Path(path))
+    config, tokenizer = trained.config, trained.tokenizer
+    model = load_model(trained, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         out = open(json_file, "w", encoding="utf-8") if json_file else None  # noqa: SIM115
     except OSError as error:
@@ -53,19 +57,36 @@ def main(path: str, num_samples: int, num_steps: int, seed: int, json_file: str 
     return 0
 
 
-def load_model(path: Path) -> tuple[DiT, Config, Tokenizer]:
-    """The network with EMA weights, ready to score, and what it was trained with."""
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint and what it was made with; its weights are still on disk."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    config: Config
+    tokenizer: Tokenizer
+
+
+def find_trained(path: Path) -> Trained:
+    """A checkpoint directory, or the newest one of a run directory."""
     folder = checkpoint.newest(path)
     if folder is None:
         raise CheckpointError(f"{path} is neither a checkpoint (step-...) nor a run directory with one.")
     manifest = checkpoint.read_manifest(folder)
-    checkpoint.verify(folder, manifest)
     config = config_module.from_tree(manifest["config"])
     tokenizer = tokenizer_module.load(config.tokenizer)
     if tokenizer.fingerprint != manifest["fingerprints"]["tokenizer"]:
         raise CheckpointError(f"tokenizer.name={config.tokenizer.name} is not the one that {folder} was trained with.")
+    return Trained(folder, manifest, config, tokenizer)
+
+
+def load_model(trained: Trained, device: torch.device, raw: bool = False, dtype: torch.dtype | None = None) -> DiT:
+    """The network with averaged (EMA) or raw weights, ready to score."""
+    checkpoint.verify(trained.folder, trained.manifest)
     with torch.device("meta"):
-        model = DiT(config.model, tokenizer.vocab_size, tokenizer.mask_id)
-    weights = {name: checkpoint.read_tensor(folder, manifest, f"ema/{name}") for name, _ in model.named_parameters()}
+        model = DiT(trained.config.model, trained.tokenizer.vocab_size, trained.tokenizer.mask_id)
+    kind = "model" if raw else "ema"
+    names = [name for name, _ in model.named_parameters()]
+    weights = {name: checkpoint.read_tensor(trained.folder, trained.manifest, f"{kind}/{name}") for name in names}
     model.load_state_dict(weights, assign=True)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), config, tokenizer
+    return model.to(device, dtype)

@@ -6,6 +6,7 @@ Every number here is a function of fixed seeds, so the statistical tests give th
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -343,3 +344,67 @@ def test_another_seed_or_step_has_other_dropout_keys(other: tuple[int, int]) -> 
 
 def test_no_drop_probability_drops_nothing() -> None:
     assert not noise.is_dropped(noise.dropout_keys(0, 0, torch.arange(4), 1)[0], torch.arange(128), 128, 0.0).any()
+
+
+def test_each_slot_may_have_a_step_of_its_own() -> None:
+    steps, slots = torch.tensor([3, 3, 9, 0]), torch.tensor([5, 0, 5, 1])
+    together = noise.random_bits(1, "mask", steps, slots, 10)
+    alone = [noise.random_bits(1, "mask", int(k), j[None], 10) for k, j in zip(steps, slots, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 128])
+@pytest.mark.parametrize("num_slots", [1, 2, 7, 8])
+def test_counts_of_a_pair_are_mirrored_and_in_range(length: int, num_slots: int) -> None:
+    for step in range(50):
+        count_N = noise.mask_counts(1, step, num_slots, length)
+        assert count_N.shape == (num_slots,)
+        assert 1 <= int(count_N.min()) <= int(count_N.max()) <= length
+        pairs = num_slots // 2
+        assert torch.equal(count_N[: 2 * pairs : 2] + count_N[1 : 2 * pairs : 2], torch.full((pairs,), length + 1))
+
+
+@pytest.mark.parametrize("slot", [0, 1, 6])
+def test_the_count_of_a_slot_is_uniform(slot: int) -> None:
+    counts = [int(noise.mask_counts(1, step, 8, 10)[slot]) for step in range(1000)]
+    observed = torch.bincount(torch.tensor(counts), minlength=11)[1:]
+    assert 1e-4 < stats.chisquare(observed).pvalue < 1 - 1e-4
+
+
+def test_counts_of_a_block_cover_their_range() -> None:
+    """Eight slots, eight counts: four points of a lattice and their mirror images hit every second count at least."""
+    for step in range(50):
+        counts = sorted(noise.mask_counts(1, step, 8, 80).tolist())
+        assert all(after - before <= 20 for before, after in pairwise(counts))
+
+
+def test_exact_masks_have_their_count() -> None:
+    count_B = torch.tensor([1, 5, 17, 9])
+    is_masked_BL = noise.is_masked_exactly(1, 4, torch.arange(4), count_B, 17)
+    assert torch.equal(is_masked_BL.sum(1), count_B)
+
+
+def test_every_set_of_positions_is_equally_likely() -> None:
+    is_masked_BL = noise.is_masked_exactly(1, 0, torch.arange(6000), torch.full((6000,), 2), 6)
+    observed = torch.bincount((is_masked_BL.long() * 2 ** torch.arange(6)).sum(1), minlength=64)
+    observed = observed[observed > 0]
+    assert len(observed) == 15  # two out of six
+    assert 1e-4 < stats.chisquare(observed).pvalue < 1 - 1e-4
+
+
+def test_equal_words_are_ordered_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.tensor([7, 1, 7, 0, 7, 1, 7, 1])  # of four positions: the second, then the third or fourth
+    words = torch.cat([words, torch.tensor([2**32 - 1, 2**32 - 1])])
+    monkeypatch.setattr(noise, "random_bits", lambda *_: words[None])
+    masks = [noise.is_masked_exactly(1, 0, torch.zeros(1), torch.tensor([k]), 5)[0].tolist() for k in (1, 2, 4)]
+    # the largest word is -1 as a signed number, and so the first: any fixed order serves
+    assert masks[0] == [False, False, False, False, True]
+    assert masks[1] == [False, True, False, False, True]
+    assert masks[2] == [True, True, True, False, True]
+
+
+def test_exact_masks_are_functions_of_their_slot_alone() -> None:
+    count_B = torch.tensor([3, 8, 2, 11])
+    together = noise.is_masked_exactly(1, 4, torch.arange(4), count_B, 12)
+    alone = noise.is_masked_exactly(1, torch.tensor([4]), torch.tensor([2]), count_B[2:3], 12)
+    assert torch.equal(together[2:3], alone)

@@ -20,7 +20,7 @@ from mdlm_scale.diffusion.noise import is_dropped, times
 from mdlm_scale.diffusion.schedule import from_config
 from mdlm_scale.model import dit
 from mdlm_scale.model.dit import Block, DiT, Norm
-from mdlm_scale.model.init import init_model
+from mdlm_scale.model.init import fills, init_range
 
 VOCAB, MASK, LENGTH, BATCH = 13, 6, 10, 4
 CONFIG = ModelConfig(hidden_size=24, num_layers=2, num_heads=3, cond_size=5, dropout=0.25, time_conditioning=True)
@@ -162,6 +162,13 @@ def test_padding_is_read_but_not_scored() -> None:
 
 def test_dropout_sites() -> None:
     assert [DiT(replace(CONFIG, dropout=d), VOCAB, MASK).num_dropout_sites for d in (0.0, 0.25)] == [0, 4]
+
+
+def init_model(model: DiT, seed: int) -> None:
+    rules = fills(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(init_range(seed, name, rules[name], 0, p.numel()).view(p.shape))
 
 
 def test_a_fresh_model_gives_zero_logits() -> None:
