@@ -6,10 +6,10 @@
 For each seed a model is trained with every `diffusion.time_sampling`, all else equal: rows, masks' bits, initial
 weights, steps and so the cost. Runs lie in --output; the same command again goes on with what is unfinished.
 
-Validation: the bound of the averaged weights on the held-out twentieth of the text, every row once, its noise frozen
-and the same for all. Its standard error, and that of the differences to the first of --times (paired: batch by batch),
-are those of rows and evaluation noise alone; with several seeds the difference has a second one, of its spread over
-the seeds, which knows how much runs differ.
+Validation: the bound of the averaged weights on the held-out twentieth of the text, on the same frozen noise for all,
+mean over seeds. Its standard error, and that of the differences to the first of --times (paired: block by block), are
+those of rows and evaluation noise alone; with several seeds the difference has a second one, of its spread over the
+seeds, which knows how much runs differ. A difference is called one if it is beyond both (95 %).
 
 Noise: at fixed weights (those of the first run, averaged) and fixed rows (one global batch), the same for all, over K
 draws of times, of which row gets which of them, and of masks. With g the gradient of the batch loss,
@@ -19,7 +19,7 @@ draws of times, of which row gets which of them, and of masks. With g the gradie
 Each draw of times is met by two draws of masks. Their covariance is the part of the variance that comes from times and
 their rows (the law of total variance: Var E[g | times]); masks make the rest. |E g|^2 is estimated from products of
 different draws, so it has no bias from the noise. Standard errors, also of the ratios to the first of --times, are
-jackknifed over the K draws. A difference of less than two standard errors is called within error.
+jackknifed over the K draws; a ratio less than two of them from 1 is called within error.
 """
 
 import argparse
@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 TIMES = ("lattice", "stratified", "iid")
 MASKS = 2  # draws of masks to a draw of times
+STUDENT = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8}  # errors of a mean over so many runs that 5 % of such means go beyond
 
 
 def arguments() -> argparse.Namespace:
@@ -79,16 +80,24 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
+    import prepare_documents as documents
+
     from mdlm_scale import config as config_module
-    from mdlm_scale.errors import raise_if_any
+    from mdlm_scale.errors import ConfigError, DataError
     from mdlm_scale.parallel.groups import World
     from mdlm_scale.run.main import faults
     from mdlm_scale.run.main import main as train
 
     runs = {(seed, times): settings(args, seed, times) for seed in args.seeds for times in args.times}
     config = config_module.load(args.config, runs[args.seeds[0], args.times[0]])
-    raise_if_any(faults(config, World()))
-    if code := prepare(args, config):
+    found = faults(config, World())
+    try:
+        files = documents.find(args.text)
+    except DataError as error:
+        found += error.faults
+    if found:
+        raise ConfigError(*found)
+    if code := prepare(args, config, sum(block.num_records for block in documents.blocks(files))):
         return code
     for (seed, times), overrides in runs.items():
         print(f"--- {times}, seed {seed}", flush=True)
@@ -121,12 +130,10 @@ def run_folder(args: argparse.Namespace, seed: int, times: str) -> Path:
     return args.output / f"{times}-{seed}"
 
 
-def prepare(args: argparse.Namespace, config: Any) -> int:
+def prepare(args: argparse.Namespace, config: Any, num_records: int) -> int:
     """The text as rows, its last twentieth for validation."""
     import prepare_data
-    import prepare_documents as documents
 
-    num_records = sum(block.num_records for block in documents.blocks(documents.find(args.text)))
     settings = {
         "--output": args.output / "data", "--tokenizer": config.tokenizer.name, "--length": config.data.length,
         "--validation-documents": max(1, num_records // 20),
@@ -134,86 +141,58 @@ def prepare(args: argparse.Namespace, config: Any) -> int:
     return prepare_data.main(["--input", *args.text, *(str(part) for pair in settings.items() for part in pair)])
 
 
-def load(args: argparse.Namespace, seed: int, times: str) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
-    """A run's averaged model, its rows by split, and a loader of any rows as its own would make it."""
-    import torch
-
-    from mdlm_scale.config import TimeSampling
-    from mdlm_scale.data import source
-    from mdlm_scale.data.loader import Loader
-    from mdlm_scale.layout import Layout
-    from mdlm_scale.run.sample import load_model
-
-    model, config, tokenizer = load_model(run_folder(args, seed, times))
-    model.to(torch.float32)
-    cache = source.open_cache(config.data)
-    rows = {
-        split: source.load(getattr(config.data, split), split, config.data, tokenizer, cache)
-        for split in ("train", "validation")
-    }
-
-    def loader(rows: Any, times: str, noise_seed: int) -> Loader:
-        diffusion = replace(config.diffusion, time_sampling=TimeSampling(times))
-        return Loader(
-            rows, Layout(), replace(config.batch, micro_batch_size=config.batch.global_batch_size), diffusion,
-            noise_seed, mask_id=tokenizer.mask_id, vocab_size=tokenizer.vocab_size, dropout_sites=0,
-        )  # fmt: skip
-
-    return model, rows.__getitem__, loader
-
-
 # --- the bound on held-out rows
 
 
 def validation(args: argparse.Namespace) -> dict[str, Any]:
-    """By way of sampling times: the bound, its difference to the first, and how it fell."""
-    first = args.times[0]
-    sums = {times: [batch_sums(args, seed, times) for seed in args.seeds] for times in args.times}
+    """By way of sampling times: the bound, its difference to the first, and how it fell. Seeds stand as draws."""
+    from mdlm_scale.run.evaluate import Scores, difference, estimate
+
+    scores = {times: scored(args, times) for times in args.times}
+    first = scores[args.times[0]]
     found: dict[str, Any] = {}
-    for times in args.times:
-        by_seed = [[(a - b, n) for (a, n), (b, _) in zip(*both, strict=True)]
-                   for both in zip(sums[times], sums[first], strict=True)]  # fmt: skip
-        nelbo, nelbo_se = ratio([(sum(n for n, _ in batch), batch[0][1] * len(batch))
-                                 for batch in zip(*sums[times], strict=True)])  # fmt: skip
-        difference, difference_se = ratio([(sum(n for n, _ in batch), batch[0][1] * len(batch))
-                                           for batch in zip(*by_seed, strict=True)])  # fmt: skip
-        each = [ratio(own)[0] for own in by_seed]
-        spread = math.sqrt(sum((d - difference) ** 2 for d in each) / (len(each) - 1)) if len(each) > 1 else None
+    for times, own in scores.items():
+        bound, differing = estimate(own), difference(first, own)
+        each = [estimate(Scores(nats[None], own.tokens)).nelbo for nats in own.nats - first.nats]
+        squares = sum((one - differing.nelbo) ** 2 for one in each)
         found[times] = {
-            "nelbo": nelbo,
-            "nelbo_se": nelbo_se,
-            "difference": difference,
-            "difference_se": difference_se,
+            "nelbo": bound.nelbo,
+            "nelbo_se": bound.nelbo_se,
+            "difference": differing.nelbo,
+            "difference_se": differing.nelbo_se,
             "difference_of_seeds": each,
-            "difference_se_over_seeds": None if spread is None else spread / math.sqrt(len(each)),
+            "difference_se_over_seeds": math.sqrt(squares / (len(each) - 1) / len(each)) if len(each) > 1 else None,
             "curve": curve(args, times),
         }
     return found
 
 
-def batch_sums(args: argparse.Namespace, seed: int, times: str) -> list[tuple[float, int]]:
-    """Nats and tokens of every batch of held-out rows."""
+def scored(args: argparse.Namespace, times: str) -> Any:
+    """Nats of every held-out row under the run of each seed."""
+    from functools import reduce
+    from operator import add
+
     import torch
 
-    from mdlm_scale import log as log_module
+    from mdlm_scale.layout import Layout
+    from mdlm_scale.parallel.groups import Groups
+    from mdlm_scale.run.evaluate import Plan, frozen, score
 
-    model, rows, loader = load(args, seed, times)
-    own = loader(rows("validation"), "lattice", 1)
-    num_batches = rows("validation").num_rows // own.batch.global_batch_size
-    found = []
-    with torch.no_grad():
-        for step in range(num_batches):
-            log_module.live(f"{times}, seed {seed}: validation batch {step + 1}/{num_batches}")
-            [batch] = own.at(step)
-            nll_M = model(batch)[1].double()
-            found.append((float((nll_M * batch.elbo_weight_M).sum()), batch.num_tokens))
-    own.close()
-    log_module.end_live()
-    return found
+    parts = []
+    for seed in args.seeds:
+        model, trained = load(args, seed, times)
+        rows, config = rows_of(trained, "validation"), trained.config
+        plan = Plan(
+            frozen(config.diffusion), config.evaluate.seed, rows.num_rows, trained.tokenizer.mask_id,
+            trained.tokenizer.vocab_size,
+        )  # fmt: skip
+        with torch.inference_mode():
+            parts.append(score(lambda batch, of=model: of(batch)[1], rows, plan, range(1), Layout(), Groups(), 16))
+    return reduce(add, parts)
 
 
 def curve(args: argparse.Namespace, times: str) -> dict[str, list[float]]:
-    """Step to what each seed's run evaluated there."""
+    """Step to what each seed's run evaluated there, on its first `evaluate.rows` held-out rows."""
     found: dict[str, list[float]] = {}
     for seed in args.seeds:
         for line in (run_folder(args, seed, times) / "metrics.jsonl").read_text().splitlines():
@@ -223,12 +202,21 @@ def curve(args: argparse.Namespace, times: str) -> dict[str, list[float]]:
     return found
 
 
-def ratio(pairs: list[tuple[float, int]]) -> tuple[float, float]:
-    """Sum over sum, and its standard error if the pairs are independent."""
-    total = sum(count for _, count in pairs)
-    mean = math.fsum(nats for nats, _ in pairs) / total
-    squares = math.fsum((nats - mean * count) ** 2 for nats, count in pairs)
-    return mean, math.sqrt(squares * len(pairs) / max(1, len(pairs) - 1)) / total
+def load(args: argparse.Namespace, seed: int, times: str) -> tuple[Any, Any]:
+    """The averaged model of a run, and what the run was made with."""
+    import torch
+
+    from mdlm_scale.run.sample import find_trained, load_model
+
+    trained = find_trained(run_folder(args, seed, times))
+    return load_model(trained, torch.device("cpu"), dtype=torch.float32), trained
+
+
+def rows_of(trained: Any, split: str) -> Any:
+    from mdlm_scale.data import source
+
+    data = trained.config.data
+    return source.load(getattr(data, split), split, data, trained.tokenizer, source.open_cache(data))
 
 
 # --- noise of a batch's loss and gradient
@@ -261,8 +249,8 @@ def draw(args: argparse.Namespace, times: str) -> dict[str, Any]:
     from mdlm_scale.diffusion import schedule
     from mdlm_scale.diffusion.corrupt import corrupted
 
-    model, rows, loader = load(args, args.seeds[0], args.times[0])
-    own = loader(one_batch(rows("train"), loader, args), times, args.seeds[0])
+    model, trained = load(args, args.seeds[0], args.times[0])
+    own = loader_of(trained, one_batch(trained), times)
     parameters = list(model.parameters())
     losses_MK = torch.empty(MASKS, args.draws, 1, dtype=torch.float64)
     gradients_MKP = torch.empty(MASKS, args.draws, sum(p.numel() for p in parameters))
@@ -285,17 +273,31 @@ def draw(args: argparse.Namespace, times: str) -> dict[str, Any]:
     return {"loss": inner_products(losses_MK), "gradient": inner_products(gradients_MKP)}
 
 
-def one_batch(source: Any, loader: Callable[..., Any], args: argparse.Namespace) -> Any:
+def loader_of(trained: Any, rows: Any, times: str) -> Any:
+    """The loader of a run as it would be with these rows and times: a step is one micro-batch without dropout."""
+    from mdlm_scale.config import TimeSampling
+    from mdlm_scale.data.loader import Loader
+    from mdlm_scale.layout import Layout
+
+    config, tokenizer = trained.config, trained.tokenizer
+    return Loader(
+        rows, Layout(), replace(config.batch, micro_batch_size=config.batch.global_batch_size),
+        replace(config.diffusion, time_sampling=TimeSampling(times)), config.run.seed,
+        mask_id=tokenizer.mask_id, vocab_size=tokenizer.vocab_size, dropout_sites=0,
+    )  # fmt: skip
+
+
+def one_batch(trained: Any) -> Any:
     """The rows of the step that would come next, as a source of their own: an epoch is a batch, dealt anew."""
     import numpy as np
 
     from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type, token_type
     from mdlm_scale.data.source import Source, in_memory
 
-    own = loader(source, args.times[0], args.seeds[0])
-    [batch] = own.make(args.steps)
+    own = loader_of(trained, rows_of(trained, "train"), str(trained.config.diffusion.time_sampling))
+    [batch] = own.make(trained.manifest["state"]["step"])
     own.close()
-    records = np.empty(len(batch.x_BL), record_type(source.length, token_type(own.vocab_size)))
+    records = np.empty(len(batch.x_BL), record_type(trained.config.data.length, token_type(own.vocab_size)))
     records[TOKENS], records[NUM_TOKENS] = batch.x_BL.numpy(), batch.is_token_BL.sum(1).numpy()
     return Source([in_memory(records)])
 
@@ -357,8 +359,12 @@ def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         told, spread = "", row["difference_se_over_seeds"]
         if times != first:
             over_seeds = "" if spread is None else f"+- {spread:.4f}"
-            difference = with_error(row, "difference", "+.4f")
-            told = f"{difference:>26s}{over_seeds:>18s}  {verdict(row['difference'], spread or row['difference_se'])}"
+            if spread is None:
+                seen = "one run each: how much runs differ is not known"
+            else:
+                limit = max(2 * row["difference_se"], STUDENT.get(len(args.seeds), 2.6) * spread)
+                seen = verdict(row["difference"], limit)
+            told = f"{with_error(row, 'difference', '+.4f'):>26s}{over_seeds:>18s}  {seen}"
         print(f"{times:22s}{with_error(row, 'nelbo', '.4f'):>18s}{told}")
     print(f"\nnoise of a batch of {result['global_batch_size']} rows at fixed weights, {args.draws} draws")
     print(f"{'':22s}{'relative noise':>18s}{'of its variance, times':>26s}{f'over {first}':>18s}")
@@ -366,7 +372,7 @@ def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         for times, rows in result["noise"].items():
             row, told = rows[what], ""
             if times != first:
-                told = f"{with_error(row, 'ratio', '.3f'):>18s}  {verdict(row['ratio'] - 1, row['ratio_se'])}"
+                told = f"{with_error(row, 'ratio', '.3f'):>18s}  {verdict(row['ratio'] - 1, 2 * row['ratio_se'])}"
             figures = f"{with_error(row, 'noise', '.4f'):>18s}{with_error(row, 'from_times', '.1%'):>26s}"
             print(f"{what + ', ' + times:22s}{figures}{told}")
 
@@ -375,8 +381,8 @@ def with_error(row: dict[str, float], name: str, form: str) -> str:
     return f"{row[name]:{form}} +- {row[name + '_se']:{form.lstrip('+')}}"
 
 
-def verdict(difference: float, se: float) -> str:
-    return "within error" if abs(difference) < 2 * se else "a difference"
+def verdict(difference: float, limit: float) -> str:
+    return "within error" if abs(difference) < limit else "a difference"
 
 
 if __name__ == "__main__":
