@@ -10,7 +10,8 @@ Rows are prepared once for each tokenizer, into OUTPUT/HASH (of its vocabulary),
 
 --input FOLDER has for each data set, by the name of its file in configs/eval, a folder NAME/ with files named as on the
 hub, of which those of the split are taken, or one file NAME.txt, NAME.jsonl or NAME.parquet (also .gz, .zst), which is
-the split. Beside our figure stands the paper's, for its own model after 1M steps on OpenWebText.
+the split. Beside our figure stands the paper's, for its own model after 1M steps on OpenWebText. One process does all
+this; to share an evaluation among several: torchrun ... -m mdlm_scale.evaluate --data OUTPUT/HASH.
 """
 
 import argparse

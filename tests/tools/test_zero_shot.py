@@ -104,6 +104,18 @@ def test_rows_that_are_there_are_used_and_others_refused(
     assert "holds rows of LM1B that were made with another source. Remove it" in capsys.readouterr().err
 
 
+def test_what_is_missing_is_fetched_and_only_its_split_prepared(
+    suite: ModuleType, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub itself is not asked here: its files as it would leave them on this machine are."""
+    asked = []
+    monkeypatch.setattr("prepare_data.fetched", lambda recipe: asked.append(recipe.hub) or str(inputs / "ptb"))
+    job = suite.job_of("ptb", None, tokenizer.load(TokenizerConfig(name="bytes")))
+    job.prepare()
+    assert asked == ["ptb-text-only/ptb_text_only"]
+    assert text_of(job.folder).startswith("it isn't ?")
+
+
 def test_all_faults_are_told_before_anything_is_made(
     train_run: Train, suite: ModuleType, inputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
