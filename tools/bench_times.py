@@ -146,13 +146,13 @@ def prepare(args: argparse.Namespace, config: Any, num_records: int) -> int:
 
 def validation(args: argparse.Namespace) -> dict[str, Any]:
     """By way of sampling times: the bound, its difference to the first, and how it fell. Seeds stand as draws."""
-    from mdlm_scale.run.evaluate import Scores, difference, estimate
+    from mdlm_scale.run.evaluate import Scores, estimate
 
     scores = {times: scored(args, times) for times in args.times}
     first = scores[args.times[0]]
     found: dict[str, Any] = {}
     for times, own in scores.items():
-        bound, differing = estimate(own), difference(first, own)
+        bound, differing = estimate(own), estimate(Scores(own.nats - first.nats, own.tokens))
         each = [estimate(Scores(nats[None], own.tokens)).nelbo for nats in own.nats - first.nats]
         squares = sum((one - differing.nelbo) ** 2 for one in each)
         found[times] = {
