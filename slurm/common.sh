@@ -14,7 +14,7 @@ train() {
   parse "$@"
   if [ -z "${SLURM_JOB_ID:-}" ]; then submit; fi
   listen USR1
-  nodes=$SLURM_JOB_NUM_NODES tasks=${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}
+  count_ranks
   check $((nodes * tasks)) "$tasks"
   dir=$(sed -n 's/^# writes to: //p' <<< "$plan")
   num_steps=$(sed -n 's/^  num_steps: //p' <<< "$plan")
@@ -31,19 +31,12 @@ train() {
     rm "$starts"
     exit 1
   fi
-  export MASTER_ADDR MASTER_PORT
-  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # the node of this script, and of rank 0
-  MASTER_PORT=$(free_port)
-  unset SLURM_CPUS_PER_GPU # it contradicts what srun is told here
-  local each=(--nodes="$nodes" --kill-on-bad-exit=0 --wait=30) cpus=$((SLURM_CPUS_ON_NODE / tasks))
   local ours=(-m mdlm_scale.train --config "$config" "${overrides[@]}")
   if [ -n "$torchrun" ]; then
     export -f torchrun_node
-    supervise srun "${each[@]}" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \
-      bash -c 'torchrun_node "$@"' _ "$python" "$tasks" "${ours[@]}"
+    on_every_node 1 bash -c 'torchrun_node "$@"' _ "$python" "$tasks" "${ours[@]}"
   else
-    supervise srun "${each[@]}" --ntasks-per-node="$tasks" --cpus-per-task="$((cpus ? cpus : 1))" \
-      "$python" "${ours[@]}"
+    on_every_node "$tasks" "$python" "${ours[@]}"
   fi
   if finished; then
     rm "$starts"
@@ -52,6 +45,18 @@ train() {
   fi
   [ "$code" != 2 ] || fail "not started again: the settings are wrong (see above). Mend them and sbatch again."
   requeue "srun ended with $code at $(newest_step) of $num_steps"
+}
+
+# evaluate OPTIONS...: mdlm_scale.evaluate with these on every GPU of the job. Interrupted it starts anew.
+evaluate() {
+  [ -n "${SLURM_JOB_ID:-}" ] || fail "submit this: sbatch $0. Without Slurm: $python -m mdlm_scale.evaluate $*"
+  needs_python
+  listen TERM
+  count_ranks
+  say "job $SLURM_JOB_ID, $nodes x $tasks ranks on $SLURM_JOB_NODELIST: $python -m mdlm_scale.evaluate $*
+  stop    scancel $SLURM_JOB_ID"
+  on_every_node "$tasks" "$python" -m mdlm_scale.evaluate "$@"
+  end_or_start_anew
 }
 
 # The arguments of a training script: its own, overrides of the config, and what is left for sbatch.
@@ -85,6 +90,10 @@ prepare() {
   listen TERM
   say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $python tools/prepare_data.py $*; to stop it: scancel $SLURM_JOB_ID"
   supervise srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" "$python" tools/prepare_data.py "$@"
+  end_or_start_anew
+}
+
+end_or_start_anew() {
   case $code in 130 | 137 | 143) requeue "interrupted" ;; esac
   exit "$code"
 }
@@ -119,6 +128,24 @@ option() {
     before=$each
   done
   echo "${value:-1}"
+}
+
+# One rank for each GPU; where a job has none, as many as it asked for.
+count_ranks() {
+  nodes=$SLURM_JOB_NUM_NODES tasks=${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}
+}
+
+# on_every_node TASKS COMMAND...: start so many of it on each node, sharing its cores, and tell them where rank 0 is.
+on_every_node() {
+  local each=$1 cpus=$((SLURM_CPUS_ON_NODE / $1))
+  shift
+  export MASTER_ADDR MASTER_PORT
+  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # the node of this script, and of rank 0
+  MASTER_PORT=$(free_port)
+  unset SLURM_CPUS_PER_GPU # it contradicts what srun is told here
+  # ranks end each other; srun only helps if one does not, which it sees half a minute after the first has gone
+  supervise srun --nodes="$nodes" --ntasks-per-node="$each" --cpus-per-task="$((cpus ? cpus : 1))" \
+    --kill-on-bad-exit=0 --wait=30 "$@"
 }
 
 # listen SIGNAL: from now on what asks this job to stop is passed on to the child as SIGNAL, and time is counted.

@@ -4,6 +4,7 @@ Two nodes of two ranks each, a third in reserve. On the same number of ranks wei
 one float64 sums differ in their order (1e-11, the parity suite's limit for parameters).
 """
 
+import json
 import re
 import subprocess
 import threading
@@ -17,6 +18,8 @@ from conftest import ROOT
 from jobs import TINY, Job, kill_rank, submit
 from lab import Lab, missing, said, wait_for
 from runs import assert_close, rows, tensors
+
+from mdlm_scale import evaluate
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 Submit = Callable[..., Job]
@@ -268,6 +271,19 @@ def test_preparing_goes_on_after_preemption(cluster: Lab, tmp_path: Path) -> Non
     text = job.ended("COMPLETED", 120.0)
     assert "interrupted" in text
     assert (job.starts(), (output / "train" / "manifest.json").exists()) == (2, True)
+
+
+def test_evaluate(cluster: Lab, corpus: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """Four ranks under srun find what one process finds."""
+    log, (ours, theirs) = tmp_path / "job.out", (tmp_path / name for name in ("ours.json", "theirs.json"))
+    given = ["--checkpoint", str(uninterrupted), "--data", str(corpus), "--rows", "64", "--precision", "float64"]
+    options = ["--nodes=2", "--gpus-per-node=2", "--cpus-per-gpu=2", f"--output={log}"]
+    job = Job(submit(["slurm/evaluate.sh", *given, "--json", str(ours)], options), tmp_path, log)
+    assert evaluate.main([*given, "--json", str(theirs)]) == 0
+    text = job.ended("COMPLETED", 120.0)
+    assert "2 x 2 ranks on n[1-2]" in text
+    found, expected = (json.loads(path.read_text())["nelbo"] for path in (ours, theirs))
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_checked_before_submitting(cluster: Lab, tiny: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import DEBUG, ROOT
 
-SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*_*.sh"))
+SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*.sh") if path.name != "common.sh")
 
 
 def called(script: str, *arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
