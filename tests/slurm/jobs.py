@@ -19,11 +19,11 @@ tokenizer: {{name: bytes}}
 data: {{train: {corpus}, validation: {corpus}, length: 32}}
 model: {{hidden_size: 32, num_layers: 2, num_heads: 4, cond_size: 32}}
 batch: {{global_batch_size: 8, micro_batch_size: 2}}
-optimizer: {{lr: 3.0e-3, warmup_steps: 10}}
+optimizer: {{lr: 1.0e-3, warmup_steps: 10}}
 parallel: {{engine: fsdp, timeout_minutes: 1, start_minutes: 2}}
 train: {{num_steps: 300, precision: float64}}
 evaluate: {{every: 1000, rows: 32}}
-checkpoint: {{every: 50, keep_every: 100}}
+checkpoint: {{every: 30, keep_every: 60}}
 logging: {{every: 1}}
 """
 START_SECONDS = 120.0  # from submitting to the steps that a test waits for; 10 to 15 are usual
