@@ -27,6 +27,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import numpy as np
 import prepare_documents as documents
 import torch
+from prepare_shards import ShardWriter
 from prepare_workers import Documents, Settings, Workers, prepare
 
 from mdlm_scale import log as log_module
@@ -37,7 +38,6 @@ from mdlm_scale.data.cache import _streaming
 from mdlm_scale.data.loader import Loader
 from mdlm_scale.data.order import Ints, sample_ids
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type
-from mdlm_scale.data.shards import ShardWriter
 from mdlm_scale.data.source import Source
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.diffusion.noise import random_bits

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_masked_ce import in_own_process, original, seconds_and_rate, seconds_of
+from prepare_shards import ShardWriter
 from torch import Tensor
 
 from mdlm_scale import kernels
@@ -198,7 +199,7 @@ def data_wait_share(args: argparse.Namespace, dropout_sites: int, step: Callable
     bits = noise.random_bits(0, "bench", 1, torch.arange(len(records)), args.length)
     records[TOKENS], records[NUM_TOKENS] = bits % (args.vocab - 1), args.length
     with tempfile.TemporaryDirectory() as folder:
-        writer = shards.ShardWriter(Path(folder), records.dtype, shard_bytes=1 << 20)
+        writer = ShardWriter(Path(folder), records.dtype, shard_bytes=1 << 20)
         writer.add(records)
         writer.finish({"tokenizer": {"fingerprint": ""}})
         rows = source.Source([source.mapped(shards.read_folder(Path(folder)))])

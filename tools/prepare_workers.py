@@ -26,6 +26,7 @@ import numpy as np
 import prepare_documents as documents
 from prepare_documents import Block, File
 from prepare_recipes import detokenizer
+from prepare_shards import SHARD_BYTES, ShardWriter
 
 from mdlm_scale import log as log_module
 from mdlm_scale.config import TokenizerConfig
@@ -51,7 +52,7 @@ class Settings:
     detokenizer: str = "none"
     strict: bool = False
     dtype: str | None = None  # uint16 or uint32; by default what the vocabulary needs
-    shard_bytes: int = shards.SHARD_BYTES
+    shard_bytes: int = SHARD_BYTES
     compress: bool = False
 
 
@@ -114,7 +115,7 @@ def prepare(source: Documents, output: Path, settings: Settings, workers: Worker
     cutter = _cutter(settings, tokenizer)
     counts = Counts()
     with _aside(output) as folder:
-        writer = shards.ShardWriter(folder, cutter.record, shard_bytes=settings.shard_bytes, compress=settings.compress)
+        writer = ShardWriter(folder, cutter.record, shard_bytes=settings.shard_bytes, compress=settings.compress)
         progress = _Progress(output, source)
         for block, packed, found in _tokenised(source.blocks(), workers):
             writer.add(cutter.add(packed))

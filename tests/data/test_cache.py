@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prepare_shards import ShardWriter
 
 from mdlm_scale.data import cache as cache_module
 from mdlm_scale.data.cache import Cache, Remote, read_remote
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type
-from mdlm_scale.data.shards import ShardWriter, read_folder
+from mdlm_scale.data.shards import read_folder
 from mdlm_scale.errors import DataError, FetchError
 
 NUM_SHARDS = 6

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prepare_shards import ShardWriter
 from torch import Tensor
 
 from mdlm_scale.config import BatchConfig, DataConfig, DiffusionConfig, TimeSampling, TokenizerConfig
@@ -20,7 +21,6 @@ from mdlm_scale.data import source as source_module
 from mdlm_scale.data import tokenizer as tokenizer_module
 from mdlm_scale.data.loader import Loader, balance_note
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records, record_type
-from mdlm_scale.data.shards import ShardWriter
 from mdlm_scale.data.source import Source, in_memory
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.errors import DataError

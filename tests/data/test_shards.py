@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import zstd
+from prepare_shards import ShardWriter, verify
 
 from mdlm_scale.config import DataConfig, TokenizerConfig
 from mdlm_scale.data import cache
 from mdlm_scale.data import source as source_module
 from mdlm_scale.data import tokenizer as tokenizer_module
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records, record_type
-from mdlm_scale.data.shards import INDEX, MANIFEST, ShardWriter, read_folder, rows_of, verify
+from mdlm_scale.data.shards import INDEX, MANIFEST, read_folder, rows_of
 from mdlm_scale.errors import DataError
 
 BYTES = tokenizer_module.load(TokenizerConfig(name="bytes"))

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from prepare_shards import ShardWriter
 from torch import Tensor
 
 from mdlm_scale.config import DataConfig, TokenizerConfig
 from mdlm_scale.data import source as source_module
 from mdlm_scale.data import tokenizer as tokenizer_module
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records, record_type
-from mdlm_scale.data.shards import ShardWriter
 from mdlm_scale.data.source import Source, faults, in_memory
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.errors import DataError
