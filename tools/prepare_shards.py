@@ -1,4 +1,7 @@
-"""Shards written and checked: what `mdlm_scale/data/shards.py` reads, made of rows and compared with its manifest."""
+"""Rows cut, shards written and checked: what `mdlm_scale/data/shards.py` reads.
+
+Rows are of fixed length; what stands between documents and around rows is `mdlm_scale/data/rows.py`'s.
+"""
 
 import hashlib
 import json
@@ -10,7 +13,7 @@ import numpy as np
 import xxhash
 import zstd
 
-from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records
+from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records, Wrapping, stream, wrapped
 from mdlm_scale.data.shards import (
     INDEX,
     MANIFEST,
@@ -19,10 +22,42 @@ from mdlm_scale.data.shards import (
     read_description,
     shard_file,
 )
+from mdlm_scale.data.tokenizer import Ids, Tokenizer
 from mdlm_scale.errors import DataError, raise_if_any
 
 SHARD_BYTES = 1 << 26
 ZSTD_LEVEL = 3
+
+
+class Cutter:
+    """Makes rows in two halves: `pack` needs no neighbours and can run anywhere, `add` keeps the order."""
+
+    def __init__(self, wrapping: Wrapping, length: int, tokenizer: Tokenizer, token: np.dtype[Any]) -> None:
+        self.wrapping, self.length, self.tokenizer, self.token = wrapping, length, tokenizer, token
+        self._rest: Ids = np.empty(0, token)
+
+    def pack(self, documents: list[Ids]) -> Ids | Records:
+        """Tokenised documents as a stretch of the stream, or as padded rows."""
+        if self.wrapping.padded:
+            return self._rows(documents)
+        return stream(documents, self.tokenizer, self.token, self.wrapping.document_end)
+
+    def add(self, packed: Ids | Records) -> Records:
+        """The rows that are full now."""
+        if self.wrapping.padded:
+            return packed
+        tokens, inner = np.concatenate([self._rest, packed]), self.length - 2 * self.wrapping.row_ends
+        full = len(tokens) // inner * inner
+        self._rest = tokens[full:].copy()
+        return self._rows([tokens[:full]])
+
+    def finish(self) -> Records:
+        """The last row, padded, if tokens are left."""
+        rest, self._rest = self._rest, self._rest[:0]
+        return self._rows([rest])
+
+    def _rows(self, texts: list[Ids]) -> Records:
+        return wrapped(texts, self.length, self.tokenizer, self.token, self.wrapping.row_ends)
 
 
 class ShardWriter:

@@ -22,7 +22,7 @@ from mdlm_scale.config import DataConfig
 from mdlm_scale.data import order, shards, texts
 from mdlm_scale.data.cache import Cache, Remote, read_remote
 from mdlm_scale.data.order import Index, Ints
-from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Cutter, Records, Wrapping, token_type
+from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records, stream, token_type, wrapped
 from mdlm_scale.data.shards import Description
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.diffusion.corrupt import row_faults
@@ -282,9 +282,9 @@ def _disagreements(description: Description, config: DataConfig, tokenizer: Toke
 
 def _text_rows(where: str, split: str, config: DataConfig, tokenizer: Tokenizer) -> Records:
     """The wrapped rows of a text file (or of one split of `python`)."""
-    cutter = Cutter(Wrapping(), config.length, tokenizer, token_type(tokenizer.vocab_size))
+    token = token_type(tokenizer.vocab_size)
     ids = tokenizer.encode_batch(texts.documents(where, split))
-    records = np.concatenate([cutter.add(cutter.pack(ids)), cutter.finish()])
+    records = wrapped([stream(ids, tokenizer, token)], config.length, tokenizer, token)
     if len(records) == 0:
         raise DataError(f"'{where}' holds no text.")
     tokens = torch.from_numpy(np.concatenate(ids).astype(np.int64))

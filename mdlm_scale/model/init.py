@@ -35,14 +35,6 @@ def init_range(seed: int, name: str, fill: Fill, start: int, numel: int) -> Tens
     return (2 * torch.cat(parts) - 1) * fill.bound if parts else torch.empty(0, dtype=torch.float64)
 
 
-def init_model(model: nn.Module, seed: int) -> None:
-    """Fill a whole model in place."""
-    rules = fills(model)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(init_range(seed, name, rules[name], 0, p.numel()).view(p.shape))
-
-
 def _fill(name: str, shapes: dict[str, torch.Size]) -> Fill:
     module = name.rpartition(".")[0]
     if module.rpartition(".")[2].startswith("norm"):

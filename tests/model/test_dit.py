@@ -20,7 +20,7 @@ from mdlm_scale.diffusion.noise import is_dropped, times
 from mdlm_scale.diffusion.schedule import from_config
 from mdlm_scale.model import dit
 from mdlm_scale.model.dit import Block, DiT, Norm
-from mdlm_scale.model.init import init_model
+from mdlm_scale.model.init import fills, init_range
 
 VOCAB, MASK, LENGTH, BATCH = 13, 6, 10, 4
 CONFIG = ModelConfig(hidden_size=24, num_layers=2, num_heads=3, cond_size=5, dropout=0.25, time_conditioning=True)
@@ -34,6 +34,16 @@ def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> DiT
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.copy_(1 + 0.3 * noise if "norm" in name else noise / math.sqrt(p.shape[-1] if p.dim() == 2 else 10))
+    return model
+
+
+def fresh_model(dtype: torch.dtype) -> DiT:
+    """As a run begins with it."""
+    model = DiT(CONFIG, VOCAB, MASK).to(dtype)
+    rules = fills(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(init_range(0, name, rules[name], 0, p.numel()).view(p.shape))
     return model
 
 
@@ -165,15 +175,13 @@ def test_dropout_sites() -> None:
 
 
 def test_a_fresh_model_gives_zero_logits() -> None:
-    model, batch = DiT(CONFIG, VOCAB, MASK), make_batch()
-    init_model(model, seed=0)
+    model, batch = fresh_model(torch.float32), make_batch()
     logits_MV = model.logits(batch.z_BL, batch.sigma_B.float(), torch.arange(BATCH * LENGTH))
     assert torch.equal(logits_MV, torch.zeros(BATCH * LENGTH, VOCAB))
 
 
 def test_a_fresh_model_holds_every_token_equally_likely() -> None:
-    model, batch = DiT(CONFIG, VOCAB, MASK).double(), make_batch()
-    init_model(model, seed=0)
+    model, batch = fresh_model(torch.float64), make_batch()
     nll_M = model(batch)[1]
     torch.testing.assert_close(nll_M, torch.full_like(nll_M, math.log(VOCAB - 1)), rtol=1e-15, atol=0)  # one logarithm
 
