@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -22,54 +22,15 @@ from yaml import YAMLError  # omegaconf's own parser
 
 from mdlm_scale.errors import ConfigError, raise_if_any
 
-
-class ScheduleName(StrEnum):
-    loglinear = "loglinear"
-    cosine = "cosine"
-    cosine_squared = "cosine_squared"
-    linear = "linear"
-    geometric = "geometric"
-
-
-class TimeSampling(StrEnum):
-    lattice = "lattice"
-    stratified = "stratified"
-    iid = "iid"
-
-
-class LossWeight(StrEnum):
-    elbo = "elbo"
-    flat = "flat"
-
-
-class LrSchedule(StrEnum):
-    constant = "constant"
-    cosine = "cosine"
-
-
-class Precision(StrEnum):
-    bf16 = "bf16"
-    float32 = "float32"
-    float64 = "float64"
-
-
-class Recompute(StrEnum):
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
-class EngineName(StrEnum):
-    auto = "auto"
-    plain = "plain"
-    deepspeed = "deepspeed"
-    fsdp = "fsdp"
-
-
-class WandbMode(StrEnum):
-    off = "off"
-    offline = "offline"
-    online = "online"
+ScheduleName = StrEnum("ScheduleName", "loglinear cosine cosine_squared linear geometric")
+TimeSampling = StrEnum("TimeSampling", "lattice stratified iid")
+LossWeight = StrEnum("LossWeight", "elbo flat")
+LrSchedule = StrEnum("LrSchedule", "constant cosine")
+Precision = StrEnum("Precision", "bf16 float32 float64")
+Recompute = StrEnum("Recompute", "none selective full")
+EngineName = StrEnum("EngineName", "auto plain deepspeed fsdp")
+Device = StrEnum("Device", "auto cpu cuda")
+WandbMode = StrEnum("WandbMode", "off offline online")
 
 
 @dataclass(frozen=True)
@@ -166,7 +127,7 @@ class ParallelConfig:
 class TrainConfig:
     num_steps: int = 1_000_000  # steps of the whole run
     precision: Precision = Precision.bf16  # of weights and matrix products; master weights are at least float32
-    device: str = "auto"  # `auto` is a GPU if there is one; else `cpu`, `cuda`
+    device: Device = Device.auto  # `auto` is a GPU if there is one
     max_minutes: float | None = None  # save and stop with exit code 85 after this long
 
 
@@ -253,19 +214,33 @@ def from_tree(tree: Any) -> Config:
 
 def to_tree(config: Config) -> dict[str, Any]:
     """Nested dicts of plain values, as JSON and YAML take them."""
-    return typing.cast(dict[str, Any], _plain(dataclasses.asdict(config)))
+    return dataclasses.asdict(config)
 
 
 def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
 
 
+def settings(config: Config) -> dict[str, Any]:
+    """Every setting by its full name, `section.key`."""
+    return {f"{section}.{key}": value for section, keys in to_tree(config).items() for key, value in keys.items()}
+
+
+def outside(
+    section: str,
+    config: Any,
+    names: Sequence[str],
+    is_right: Callable[[Any], bool] = lambda n: n >= 1,
+    must: str = "be at least 1",
+) -> list[str]:
+    """These settings of a section, where they are not what they must be."""
+    values = {name: getattr(config, name) for name in names}
+    return [f"{section}.{name}={value} must {must}." for name, value in values.items() if not is_right(value)]
+
+
 def changes_of_meaning(old: Config, new: Config) -> list[str]:
     """Keys that make `new` another run than `old`, each with both values."""
-    before, after = (
-        {f"{section}.{key}": value for section, keys in to_tree(config).items() for key, value in keys.items()}
-        for config in (old, new)
-    )
+    before, after = settings(old), settings(new)
     return [
         f"{key}: {before[key]} there, {after[key]} now"
         for key in after
@@ -287,11 +262,6 @@ def _build(cls: Any, tree: Any, prefix: str, faults: list[str]) -> Any:
             faults.append(f"{prefix}{key} is not a setting.{_did_you_mean(str(key), prefix)}")
         elif isinstance(value, dict) and hints[key] == str | dict[str, float]:
             values[key] = _weights(value, f"{prefix}{key}", faults)
-        elif hints[key] == dict[str, Any]:
-            if isinstance(value, dict):
-                values[key] = value
-            else:
-                faults.append(f"{prefix}{key}={value!r} must be `key: value` pairs.")
         elif dataclasses.is_dataclass(hints[key]):
             values[key] = _build(hints[key], value, f"{prefix}{key}.", faults)
         else:
@@ -321,6 +291,10 @@ def _convert(value: Any, hint: Any) -> Any:
         if dict[str, float] in kinds and not isinstance(value, str):
             raise ValueError("text, or `name: weight` pairs")
         hint = kinds[0]
+    if hint == dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        raise ValueError("`key: value` pairs")
     if issubclass(hint, StrEnum):
         if value is False and "off" in hint.__members__:  # YAML reads a bare `off` as false
             value = "off"
@@ -348,9 +322,3 @@ def _did_you_mean(key: str, prefix: str) -> str:
     if elsewhere:
         return f" Did you mean {' or '.join(elsewhere)}?"
     return f" There are: {', '.join(here)}."
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    return value.value if isinstance(value, StrEnum) else value

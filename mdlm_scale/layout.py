@@ -8,7 +8,7 @@ the model, ranks that shard a replica, ranks that share each matrix; the last ar
 
 from dataclasses import dataclass
 
-from mdlm_scale.config import BatchConfig, EngineName, ParallelConfig
+from mdlm_scale.config import BatchConfig, EngineName, ParallelConfig, outside
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,8 @@ class Layout:
 
 def faults(parallel: ParallelConfig, batch: BatchConfig, world_size: int) -> list[str]:
     """What is wrong with running this batch on `world_size` ranks."""
-    sizes = {
-        "parallel.tp_size": parallel.tp_size,
-        "parallel.replicate_size": parallel.replicate_size,
-        "batch.global_batch_size": batch.global_batch_size,
-        "batch.micro_batch_size": batch.micro_batch_size,
-    }
-    found = [f"{key}={size} must be at least 1." for key, size in sizes.items() if size < 1]
-    if found:
+    found = outside("parallel", parallel, ("tp_size", "replicate_size"))
+    if found := found + outside("batch", batch, ("global_batch_size", "micro_batch_size")):
         return found
     if parallel.engine is EngineName.plain and (world_size > 1 or parallel.tp_size > 1):
         return [

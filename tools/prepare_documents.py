@@ -107,13 +107,24 @@ def read(block: Block, field: str, *, strict: bool) -> Texts:
         assert block.data is not None
         whole = block.file.kind == "whole"
         lines = [block.data] if whole else block.data.split(b"\n")[block.skip : block.skip + block.num_records]
-        text, num_replaced = decoded(block.file.path, b"\n".join(lines), block.first, strict)
+        data, num_replaced = (b"\n".join(lines), 0) if strict else _replaced(b"\n".join(lines))
+        text = decoded(block.file.path, data, block.first)
         texts = [text] if whole else [line.removesuffix("\r") for line in text.split("\n")]
     if block.file.kind == "jsonl":
         texts, num_halves = _json_texts(block, texts, field, strict)
         num_replaced += num_halves
     full = [text for text in texts if text.strip()]
     return Texts(full, len(texts) - len(full), num_replaced)
+
+
+def _replaced(data: bytes) -> tuple[bytes, int]:
+    """With a sign in the place of what is not UTF-8, and how many of these signs."""
+    try:
+        data.decode()
+        return data, 0
+    except UnicodeDecodeError:
+        text = data.decode(errors="replace")
+        return text.encode(), text.count("\ufffd") - data.count("\ufffd".encode())
 
 
 def _kind(path: Path) -> str | None:

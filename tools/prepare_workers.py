@@ -26,13 +26,13 @@ import numpy as np
 import prepare_documents as documents
 from prepare_documents import Block, File
 from prepare_recipes import detokenizer
-from shard_writer import SHARD_BYTES, ShardWriter
+from prepare_shards import SHARD_BYTES, Cutter, ShardWriter
 
 from mdlm_scale import log as log_module
 from mdlm_scale.config import TokenizerConfig
 from mdlm_scale.data import shards
 from mdlm_scale.data import tokenizer as tokenizer_module
-from mdlm_scale.data.rows import Cutter, Records, Wrapping, token_type
+from mdlm_scale.data.rows import Records, Wrapping, record_type, token_type
 from mdlm_scale.data.tokenizer import Ids, Tokenizer
 from mdlm_scale.errors import DataError
 from mdlm_scale.log import log
@@ -115,7 +115,8 @@ def prepare(source: Documents, output: Path, settings: Settings, workers: Worker
     cutter = _cutter(settings, tokenizer)
     counts = Counts()
     with _aside(output) as folder:
-        writer = ShardWriter(folder, cutter.record, shard_bytes=settings.shard_bytes, compress=settings.compress)
+        record = record_type(settings.length, cutter.token)
+        writer = ShardWriter(folder, record, shard_bytes=settings.shard_bytes, compress=settings.compress)
         progress = _Progress(output, source)
         for block, packed, found in _tokenised(source.blocks(), workers):
             writer.add(cutter.add(packed))

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdlm_scale.config import DataConfig
+from mdlm_scale.config import DataConfig, outside
 from mdlm_scale.data import order, shards, texts
 from mdlm_scale.data.cache import Cache, Remote, read_remote
 from mdlm_scale.data.order import Index, Ints
-from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Cutter, Records, Wrapping, token_type
+from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records, stream, token_type, wrapped
 from mdlm_scale.data.shards import Description
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.diffusion.corrupt import row_faults
@@ -39,17 +39,19 @@ class OpenShard:
     rows: memoryview
     is_full: bool  # no row is padded
     file: BinaryIO | None = None
+    num_bytes: int = 0  # of the file, when it was opened
 
-    def check(self, num_bytes: int) -> None:
+    def check(self) -> None:
         """To read a page that the file has lost would end the process without a word."""
         if self.file is None:
             return
         status = os.fstat(self.file.fileno())
         if status.st_nlink == 0:
             raise DataError(f"shard '{self.file.name}' is gone. Restore it.")
-        if status.st_size != num_bytes:
+        if status.st_size != self.num_bytes:
             raise DataError(
-                f"shard '{self.file.name}' has {status.st_size:,} bytes now, its index says {num_bytes:,}. Restore it."
+                f"shard '{self.file.name}' has {status.st_size:,} bytes now, its index says {self.num_bytes:,}. "
+                f"Restore it."
             )
 
 
@@ -60,7 +62,6 @@ class Dataset:
     record: np.dtype[Any]
     fingerprint: str
     open: Callable[[int], OpenShard]
-    shard_bytes: tuple[int, ...] = ()  # of their files
     remotes: tuple[Remote, ...] = ()  # the shards, if they must be fetched
 
 
@@ -146,7 +147,7 @@ class Source:
         d, k = shard
         if shard in self._open:
             self._open.move_to_end(shard)
-            self._open[shard].check(self.datasets[d].shard_bytes[k])
+            self._open[shard].check()
         else:
             self._open[shard] = self.datasets[d].open(k)
             if len(self._open) > MAX_OPEN:
@@ -188,9 +189,7 @@ def in_memory(records: Records, where: str = "memory", tokenizer_fingerprint: st
     told = f"{tokenizer_fingerprint} {records.dtype} {len(records)} ".encode()
     data = records.tobytes()
     shard = OpenShard(memoryview(data), _is_full(records))
-    return Dataset(
-        where, (len(records),), records.dtype, hashlib.sha256(told + data).hexdigest(), lambda k: shard, (len(data),)
-    )
+    return Dataset(where, (len(records),), records.dtype, hashlib.sha256(told + data).hexdigest(), lambda k: shard)
 
 
 def described(where: str) -> Description | None:
@@ -229,7 +228,7 @@ def mapped(description: Description) -> Dataset:
             raise DataError(f"shard '{path}' cannot be read: {error}.") from error
         rows = shards.rows_of(data, described, description.record, str(path), verify=k not in verified)
         verified.add(k)
-        return OpenShard(rows.reshape(-1).data, _is_full(rows.view(description.record)), file)
+        return OpenShard(rows.reshape(-1).data, _is_full(rows.view(description.record)), file, len(data))
 
     return _of(description, open_shard)
 
@@ -261,8 +260,7 @@ def _fetched(description: Description, cache: Cache) -> Dataset:
 
 def _of(description: Description, open_shard: Callable[[int], OpenShard], remotes: tuple[Remote, ...] = ()) -> Dataset:
     counts = tuple(file.num_rows for file in description.files)
-    sizes = tuple(file.num_bytes for file in description.files)
-    return Dataset(description.where, counts, description.record, description.fingerprint, open_shard, sizes, remotes)
+    return Dataset(description.where, counts, description.record, description.fingerprint, open_shard, remotes)
 
 
 def _is_full(records: Records) -> bool:
@@ -288,9 +286,9 @@ def _disagreements(description: Description, config: DataConfig, tokenizer: Toke
 
 def _text_rows(where: str, split: str, config: DataConfig, tokenizer: Tokenizer) -> Records:
     """The wrapped rows of a text file (or of one split of `python`)."""
-    cutter = Cutter(Wrapping(), config.length, tokenizer, token_type(tokenizer.vocab_size))
+    token = token_type(tokenizer.vocab_size)
     ids = tokenizer.encode_batch(texts.documents(where, split))
-    records = np.concatenate([cutter.add(cutter.pack(ids)), cutter.finish()])
+    records = wrapped([stream(ids, tokenizer, token)], config.length, tokenizer, token)
     if len(records) == 0:
         raise DataError(f"'{where}' holds no text.")
     tokens = torch.from_numpy(np.concatenate(ids).astype(np.int64))
@@ -304,9 +302,7 @@ def faults(config: DataConfig) -> list[str]:
     found = []
     if config.length < 3:
         found.append(f"data.length={config.length} must be at least 3: a token between BOS and EOS.")
-    for key in ("prefetch", "block_shards"):
-        if getattr(config, key) < 1:
-            found.append(f"data.{key}={getattr(config, key)} must be at least 1.")
+    found += outside("data", config, ("prefetch", "block_shards"))
     if not isinstance(config.train, str):
         wrong = {where: weight for where, weight in config.train.items() if not weight > 0}
         found += [f"data.train: the weight {weight} of '{where}' must be positive." for where, weight in wrong.items()]

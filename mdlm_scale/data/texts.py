@@ -25,27 +25,22 @@ def documents(where: str, split: str) -> list[str]:
         data = Path(where).read_bytes()
     except OSError as error:
         raise DataError(f"'{where}' cannot be read: {error}.") from error
-    text, _ = decoded(where, data, first=0, strict=True)
-    return [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+    return [line.removesuffix("\r") for line in decoded(where, data).split("\n") if line.strip()]
 
 
-def decoded(path: str, data: bytes, first: int, strict: bool) -> tuple[str, int]:
-    """The text of lines that begin with line `first`, from 0, and how many of its characters stand for bytes that are
-    none; a DataError names the line."""
+def decoded(path: str, data: bytes, first: int = 0) -> str:
+    """The text of lines that begin with line `first`, from 0; a DataError names the line that is no UTF-8."""
     if b"\0" in data:
         line = first + data[: data.index(b"\0")].count(b"\n") + 1
         raise DataError(f"'{path}', line {line}: a zero byte; this is not UTF-8 text.")
     try:
-        return data.decode(), 0
+        return data.decode()
     except UnicodeDecodeError as error:
-        if strict:
-            line = first + data[: error.start].count(b"\n") + 1
-            raise DataError(
-                f"'{path}', line {line}: {error.reason} in UTF-8. Mend the file, or prepare it without --strict: such "
-                f"bytes are then replaced and counted."
-            ) from error
-    text = data.decode(errors="replace")
-    return text, text.count("\ufffd") - data.count("\ufffd".encode())
+        line = first + data[: error.start].count(b"\n") + 1
+        raise DataError(
+            f"'{path}', line {line}: {error.reason} in UTF-8. Mend the file, or prepare it without --strict: such "
+            f"bytes are then replaced and counted."
+        ) from error
 
 
 @lru_cache

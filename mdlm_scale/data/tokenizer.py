@@ -6,8 +6,10 @@ V = 50258); it never falls together with padding.
 
 import hashlib
 import json
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from mdlm_scale.errors import ConfigError, raise_if_any
 from mdlm_scale.log import log
 
 FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a tokenizer on the hub
+BARE = "is a folder without a Hugging Face tokenizer"
 Ids = NDArray[Any]  # token ids, of some unsigned type
 
 
@@ -78,17 +81,8 @@ def _bytes() -> Tokenizer:
 
 def _text8() -> Tokenizer:
     """The 27 characters of text8 after eight specials, in the order of the released code."""
-    symbols = [
-        "[CLS]",
-        "[SEP]",
-        "[BOS]",
-        "[EOS]",
-        "[MASK]",
-        "[PAD]",
-        "[RESERVED]",
-        "[UNK]",
-        *"abcdefghijklmnopqrstuvwxyz ",
-    ]
+    specials = ("[CLS]", "[SEP]", "[BOS]", "[EOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]")
+    symbols = [*specials, *string.ascii_lowercase, " "]
     index = {symbol: i for i, symbol in enumerate(symbols)}
     id_of_byte = np.array([index.get(chr(byte), index["[UNK]"]) for byte in range(256)], np.uint8)
     return Tokenizer(
@@ -115,18 +109,14 @@ def _hugging_face(name: str) -> Tokenizer:
             # asked for by its files: without a network this fails at once, where the class would retry for a minute
             theirs = AutoTokenizer.from_pretrained(snapshot_download(name, allow_patterns=FILES))
     except (OSError, ValueError, KeyError) as error:
-        kind = (
-            "is a folder without a Hugging Face tokenizer"
-            if Path(name).is_dir()
-            else "is no folder here and could not be fetched"
-        )
+        kind = BARE if Path(name).is_dir() else "is no folder here and could not be fetched"
         raise ConfigError(
             f"tokenizer.name='{name}' {kind} ({str(error).splitlines()[0]}). Give the path of a folder that holds "
             f"the tokenizer (tokenizer.json, or vocabulary files and tokenizer_config.json): tokenizer.name=FOLDER."
         ) from error
     vocabulary: dict[str, int] = theirs.get_vocab()
     if set(vocabulary.values()) <= set(theirs.all_special_ids):
-        raise ConfigError(f"tokenizer.name='{name}' is a folder without a Hugging Face tokenizer: no vocabulary.")
+        raise ConfigError(f"tokenizer.name='{name}' {BARE}: no vocabulary.")
     size = max(vocabulary.values()) + 1
     mask_id = theirs.mask_token_id if theirs.mask_token_id is not None else size
     eos_id = _first(theirs.eos_token_id, theirs.sep_token_id)
@@ -136,16 +126,9 @@ def _hugging_face(name: str) -> Tokenizer:
     mask_text = str(theirs.mask_token or "[MASK]")
 
     def decode(ids: list[int]) -> str:
-        pieces: list[str] = []
-        run: list[int] = []
-        for i in [*ids, None]:
-            if i is None or i >= size:  # our own mask token is unknown to their decoder
-                pieces += [str(theirs.decode(run))] if run else []
-                pieces += [mask_text] if i is not None else []
-                run = []
-            else:
-                run.append(i)
-        return "".join(pieces)
+        runs = [(is_theirs, list(run)) for is_theirs, run in groupby(ids, lambda i: i < size)]
+        # our own mask token is unknown to their decoder
+        return "".join(str(theirs.decode(run)) if is_theirs else mask_text * len(run) for is_theirs, run in runs)
 
     return Tokenizer(
         name=name,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdlm_scale.config import DiffusionConfig, ScheduleName
+from mdlm_scale.config import DiffusionConfig, ScheduleName, outside
 
 _SIGMA_RANGE = {ScheduleName.linear: (1e-3, 7.0), ScheduleName.geometric: (1e-4, 20.0)}
 
@@ -94,13 +94,10 @@ def from_config(config: DiffusionConfig) -> Schedule:
 
 def faults(config: DiffusionConfig, time_conditioning: bool) -> list[str]:
     """What is wrong with the diffusion section."""
-    found = []
-    if not 0 <= config.e < 1:
-        found.append(f"diffusion.e={config.e} must lie in [0, 1).")
+    found = outside("diffusion", config, ["e"], lambda e: 0 <= e < 1, "lie in [0, 1)")
     if config.e == 0 and time_conditioning and config.schedule not in _SIGMA_RANGE:
         found.append("diffusion.e=0 makes sigma infinite at t = 1; with model.time_conditioning it must be above 0.")
-    if not 0 < config.t_min < 1:
-        found.append(f"diffusion.t_min={config.t_min} must lie strictly between 0 and 1.")
+    found += outside("diffusion", config, ["t_min"], lambda t: 0 < t < 1, "lie strictly between 0 and 1")
     if config.num_times is not None and config.num_times < 1:
         found.append(f"diffusion.num_times={config.num_times} must be at least 1; leave it out for continuous time.")
     low, high = _sigma_range(config)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from mdlm_scale import kernels
-from mdlm_scale.config import ModelConfig, Recompute
+from mdlm_scale.config import ModelConfig, Recompute, outside
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.diffusion.noise import is_dropped
 from mdlm_scale.model.head import Head
@@ -202,10 +202,8 @@ def rotate(x_BLHSK: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def faults(config: ModelConfig) -> list[str]:
     """What is wrong with the model section."""
-    sizes = ("hidden_size", "num_layers", "num_heads", "cond_size")
-    found = [f"model.{n}={getattr(config, n)} must be at least 1." for n in sizes if getattr(config, n) < 1]
-    if not 0 <= config.dropout < 1:
-        found.append(f"model.dropout={config.dropout} must lie in [0, 1).")
+    found = outside("model", config, ("hidden_size", "num_layers", "num_heads", "cond_size"))
+    found += outside("model", config, ("dropout",), lambda p: 0 <= p < 1, "lie in [0, 1)")
     if found:
         return found
     width, heads = config.hidden_size, config.num_heads

@@ -99,8 +99,9 @@ class Cut:
 
         return of_part
 
-    def joined(self, name: str, part: Tensor) -> Tensor:
+    def joined(self, name: str, part: Tensor | None) -> Tensor:
         """The whole parameter, or its gradient, from the parts of all ranks; every rank asks. For tests."""
+        assert part is not None, f"{name} has no gradient: read it between forward_backward and step"
         place = self.places[name]
         if place.dim is None:
             return part

@@ -10,7 +10,8 @@ state exists from the first moment, and no gathered copy of a weight outlives a 
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,14 +64,14 @@ class Zero0Engine(PlainEngine):
         written = zero_json.settings(
             config, batch, layout, Precision.float32, max_norm=0.0, num_parameters=_num_parameters(parts.model)
         )
-        self.engine, _ = _initialize(parts.model, self.masters.optimizer, written, groups)
+        self.engine, _ = _initialize(parts.model, self.optimizer, written, groups)
         _check_names(self.engine)
         self.model = self.engine
 
     def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
         with self.engine.no_sync():
             nlls = super().forward_backward(batches, denominator)
-        gradients = self.masters.gradients()
+        gradients = self.gradients()
         self.cut.sum_partial(gradients)
         self.engine.buffered_allreduce_fallback(grads=list(gradients.values()))
         return nlls
@@ -168,9 +169,7 @@ class ZeroEngine:
         self._push()
 
     def full_gradient(self, name: str) -> Tensor:
-        gradient = safe_get_full_grad(self.weights[name])
-        assert gradient is not None, f"{name} has no gradient: read it between forward_backward and step"
-        return self.cut.joined(name, gradient)
+        return self.cut.joined(name, safe_get_full_grad(self.weights[name]))
 
     def full_parameter(self, name: str) -> Tensor:
         weight = self.weights[name]
@@ -228,7 +227,7 @@ class _Verdict:
         self.applied = self.judge(self.norm)
         return not self.applied
 
-    def inside(self, optimizer: Any) -> "_Replaced":
+    def inside(self, optimizer: Any) -> AbstractContextManager[None]:
         if hasattr(optimizer, "scaled_global_norm"):
             norm_of = optimizer.scaled_global_norm
 
@@ -236,7 +235,7 @@ class _Verdict:
                 norm = norm_of(*args)
                 return torch.full_like(norm, -1.0) if self.refuses(float(norm)) else norm
 
-            return _Replaced(optimizer, "scaled_global_norm", judged_norm)
+            return _replaced(optimizer, "scaled_global_norm", judged_norm)
         norms_of = optimizer._get_norm_groups
 
         def judged_norms() -> list[Tensor]:
@@ -244,20 +243,17 @@ class _Verdict:
             whole = torch.stack([norm.double() for norm in norms]).norm() if min(norms) >= 0 else -1.0
             return [torch.full_like(norm, -1.0) for norm in norms] if self.refuses(float(whole)) else norms
 
-        return _Replaced(optimizer, "_get_norm_groups", judged_norms)
+        return _replaced(optimizer, "_get_norm_groups", judged_norms)
 
 
-class _Replaced:
+@contextmanager
+def _replaced(owner: Any, name: str, method: Any) -> Iterator[None]:
     """An object's method, replaced for a while."""
-
-    def __init__(self, owner: Any, name: str, method: Any) -> None:
-        self.owner, self.name, self.method = owner, name, method
-
-    def __enter__(self) -> None:
-        setattr(self.owner, self.name, self.method)
-
-    def __exit__(self, *_: object) -> None:
-        delattr(self.owner, self.name)  # the class's own shows again
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        delattr(owner, name)  # the class's own shows again
 
 
 def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout | None, precision: Precision) -> list[str]:

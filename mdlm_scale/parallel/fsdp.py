@@ -19,12 +19,12 @@ from mdlm_scale.config import ParallelConfig
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.kernels import HALF
 from mdlm_scale.layout import Layout
-from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update
+from mdlm_scale.parallel.engine import Judge, Parts, Update
 from mdlm_scale.parallel.groups import Groups, Over
 from mdlm_scale.parallel.masters import Masters
 
 
-class FsdpEngine:
+class FsdpEngine(Masters):
     def __init__(self, parts: Parts, config: ParallelConfig, layout: Layout, groups: Groups) -> None:
         """Only this rank's shards are made."""
         self.device, self.cut = parts.device, parts.cut
@@ -36,7 +36,7 @@ class FsdpEngine:
         starts = {name: _start(weight, layout) for name, weight in self.weights.items()}
         for name, local in locals_.items():
             local.view(-1).copy_(parts.init_range(name, starts[name], local.numel()))
-        self.masters = Masters(
+        super().__init__(
             locals_,
             starts,
             parts,
@@ -60,24 +60,15 @@ class FsdpEngine:
             nlls.append(nll_M)
         for name, weight in self.weights.items():
             gradient: Any = weight.grad
-            self.masters.tensors[name].grad = None if gradient is None else gradient.to_local()
-        self.cut.sum_partial(self.masters.gradients())
+            self.masters[name].grad = None if gradient is None else gradient.to_local()
+        self.cut.sum_partial(self.gradients())
         return nlls
 
     def step(self, judge: Judge, lr: float) -> Update:
-        update = self.masters.step(judge, lr)
+        update = super().step(judge, lr)
         for weight in self.weights.values():
             weight.grad = None
         return update
-
-    def shards(self) -> dict[str, Shard]:
-        return self.masters.shards
-
-    def loaded(self, updates: int) -> None:
-        self.masters.set_updates(updates)
-
-    def exchange(self, flats: dict[str, Tensor]) -> None:
-        self.masters.exchange(flats)
 
     def full_gradient(self, name: str) -> Tensor:
         gradient: Any = self.weights[name].grad

@@ -1,6 +1,6 @@
 """The tensors a rank updates itself: its master weights or its shard of them, their norm, clipping, Adam, exchange.
 
-Serves the engines that leave the update to us: plain, fsdp and DeepSpeed's stage 0.
+This is the half of an engine that is alike wherever the update is ours: plain, fsdp and DeepSpeed's stage 0.
 """
 
 import math
@@ -16,34 +16,34 @@ from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update, clip_scale, 
 class Masters:
     def __init__(
         self,
-        tensors: dict[str, Tensor],
+        masters: dict[str, Tensor],
         starts: dict[str, int],
         parts: Parts,
         sum_ranks: Callable[[float], float],
         replicas: int = 1,
     ) -> None:
-        """`tensors` by parameter name, each from `starts` on in this rank's part of the parameter; `sum_ranks` adds up
+        """`masters` by parameter name, each from `starts` on in this rank's part of the parameter; `sum_ranks` adds up
         a number over ranks that together hold every element of the model, `replicas` times."""
-        self.tensors = tensors
+        self.masters = masters
         self.max_norm = parts.max_norm
         self.sum_ranks = sum_ranks
-        self.copies = {name: replicas * parts.cut.copies(name) for name in tensors}
-        self.optimizer = parts.make_optimizer(list(tensors.values()))
-        self.set_updates(0)
+        self.copies = {name: replicas * parts.cut.copies(name) for name in masters}
+        self.optimizer = parts.make_optimizer(list(masters.values()))
+        set_adam_step(self.optimizer, masters.values(), 0)
         moments = self.optimizer.state
-        self.shards = {
+        self._shards = {
             name: Shard(
-                master=tensor.detach().view(-1),
-                exp_avg=moments[tensor]["exp_avg"].view(-1),
-                exp_avg_sq=moments[tensor]["exp_avg_sq"].view(-1),
+                master=master.detach().view(-1),
+                exp_avg=moments[master]["exp_avg"].view(-1),
+                exp_avg_sq=moments[master]["exp_avg_sq"].view(-1),
                 start=starts[name],
                 place=parts.cut.places[name],
             )
-            for name, tensor in tensors.items()
+            for name, master in masters.items()
         }
 
     def step(self, judge: Judge, lr: float) -> Update:
-        """Judge the norm of the tensors' `grad`, clip, update, and let the gradients go."""
+        """Judge the norm of the masters' `grad`, clip, update, and let the gradients go."""
         by_name = self.gradients()
         gradients = list(by_name.values())
         norms = torch.stack(torch._foreach_norm(gradients)).double()
@@ -56,16 +56,25 @@ class Masters:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        for tensor in self.tensors.values():
-            tensor.grad = None
+            self._push()
+        for master in self.masters.values():
+            master.grad = None
         return Update(grad_norm, applied)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: g for name, tensor in self.tensors.items() if (g := tensor.grad) is not None}
+        return {name: g for name, master in self.masters.items() if (g := master.grad) is not None}
 
-    def set_updates(self, updates: int) -> None:
-        set_adam_step(self.optimizer, list(self.tensors.values()), updates)
+    def shards(self) -> dict[str, Shard]:
+        return self._shards
+
+    def loaded(self, updates: int) -> None:
+        set_adam_step(self.optimizer, self.masters.values(), updates)
+        self._push()
 
     def exchange(self, flats: dict[str, Tensor]) -> None:
-        for name, shard in self.shards.items():
+        for name, shard in self._shards.items():
             swap(shard.master, flats[name])
+        self._push()
+
+    def _push(self) -> None:
+        """Masters to the weights of the forward pass, where these are others."""

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.kernels import HALF
-from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update
+from mdlm_scale.parallel.engine import Parts
 from mdlm_scale.parallel.masters import Masters
 
 
-class PlainEngine:
+class PlainEngine(Masters):
     def __init__(self, parts: Parts, sum_ranks: Callable[[float], float] = lambda whole: whole) -> None:
         model = parts.model.to(parts.dtype).to_empty(device=parts.device)
         self.model: Callable[[Batch], tuple[Tensor, Tensor]] = model
@@ -27,7 +27,7 @@ class PlainEngine:
             for name, weight in self.weights.items():
                 masters[name] = torch.empty_like(weight, dtype=torch.float32) if parts.dtype in HALF else weight
                 masters[name].copy_(parts.init_range(name, 0, weight.numel()).view(weight.shape))
-        self.masters = Masters(masters, dict.fromkeys(masters, 0), parts, sum_ranks)
+        super().__init__(masters, dict.fromkeys(masters, 0), parts, sum_ranks)
         self._push()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -43,27 +43,8 @@ class PlainEngine:
             self._gather_gradients()
         return nlls
 
-    def step(self, judge: Judge, lr: float) -> Update:
-        update = self.masters.step(judge, lr)
-        if update.applied:
-            self._push()
-        return update
-
-    def shards(self) -> dict[str, Shard]:
-        return self.masters.shards
-
-    def loaded(self, updates: int) -> None:
-        self.masters.set_updates(updates)
-        self._push()
-
-    def exchange(self, flats: dict[str, Tensor]) -> None:
-        self.masters.exchange(flats)
-        self._push()
-
     def full_gradient(self, name: str) -> Tensor:
-        gradient = self.masters.tensors[name].grad
-        assert gradient is not None, f"{name} has no gradient: read it between forward_backward and step"
-        return self.cut.joined(name, gradient)
+        return self.cut.joined(name, self.masters[name].grad)
 
     def full_parameter(self, name: str) -> Tensor:
         return self.cut.joined(name, self.weights[name].detach())
@@ -74,7 +55,7 @@ class PlainEngine:
     def _gather_gradients(self) -> None:
         """Add half-precision gradients to the masters'."""
         for name, weight in self.weights.items():
-            master = self.masters.tensors[name]
+            master = self.masters[name]
             if weight is not master and weight.grad is not None:
                 wide = weight.grad.to(master.dtype)
                 master.grad = wide if master.grad is None else master.grad.add_(wide)
@@ -84,5 +65,5 @@ class PlainEngine:
         """Copy masters to the half-precision weights."""
         with torch.no_grad():
             for name, weight in self.weights.items():
-                if weight is not self.masters.tensors[name]:
-                    weight.copy_(self.masters.tensors[name])
+                if weight is not self.masters[name]:
+                    weight.copy_(self.masters[name])

@@ -15,21 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Group = dist.ProcessGroup
+Exchange = Callable[[Tensor, Group], Callable[[], Tensor]]  # starts; the function that it returns waits
 
 
 def joined(x_BSD: Tensor, group: Group) -> Tensor:
     """All positions, (B, L, D); the gradients of all ranks are added up and sliced."""
-    return _Join.apply(x_BSD, group)
+    return _Exchange.apply(x_BSD, group, _gather, _sum_and_scatter)
 
 
 def summed_slice(x_BLD: Tensor, group: Group) -> Tensor:
     """This rank's slice, (B, S, D), of the sum over all ranks."""
-    return _SumAndSlice.apply(x_BLD, group)
+    return _Exchange.apply(x_BLD, group, _sum_and_scatter, _gather)
 
 
 def slice_of_equal(x_BLD: Tensor, group: Group) -> Tensor:
     """This rank's slice, (B, S, D), of what all ranks hold alike."""
-    return _Slice.apply(x_BLD, group)
+    return _Exchange.apply(x_BLD, group, _slice, _gather)
 
 
 def joined_linear(x_BSD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
@@ -38,37 +39,17 @@ def joined_linear(x_BSD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, group
     return _JoinedLinear.apply(x_BSD, weight_OD, bias_O, group)
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gather(x_BSD, group)()
+class _Exchange(torch.autograd.Function):
+    """An exchange whose gradient is another."""
 
     @staticmethod
-    def backward(ctx: Any, d_BLD: Tensor) -> tuple[Tensor, None]:
-        return _sum_and_scatter(d_BLD, ctx.group)(), None
-
-
-class _SumAndSlice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BLD: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _sum_and_scatter(x_BLD, group)()
+    def forward(ctx: Any, x: Tensor, group: Group, exchange: Exchange, of_gradient: Exchange) -> Tensor:
+        ctx.group, ctx.of_gradient = group, of_gradient
+        return exchange(x, group)()
 
     @staticmethod
-    def backward(ctx: Any, d_BSD: Tensor) -> tuple[Tensor, None]:
-        return _gather(d_BSD, ctx.group)(), None
-
-
-class _Slice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BLD: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x_BLD.chunk(group.size(), dim=1)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, d_BSD: Tensor) -> tuple[Tensor, None]:
-        return _gather(d_BSD, ctx.group)(), None
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.of_gradient(d_x, ctx.group)(), None, None, None
 
 
 class _JoinedLinear(torch.autograd.Function):
@@ -102,6 +83,11 @@ def _gather(x_BSD: Tensor, group: Group) -> Callable[[], Tensor]:
         return parts_TBSD.view(T, B, S, D).transpose(0, 1).reshape(B, T * S, D)
 
     return wait
+
+
+def _slice(x_BLD: Tensor, group: Group) -> Callable[[], Tensor]:
+    """This rank's slice, (B, S, D); there is nothing to wait for."""
+    return x_BLD.chunk(group.size(), dim=1)[group.rank()].contiguous
 
 
 def _sum_and_scatter(x_BLD: Tensor, group: Group) -> Callable[[], Tensor]:

@@ -75,16 +75,15 @@ def faults(config: ParallelConfig, batch: BatchConfig, layout: Layout | None, pr
         return found
     passed_on = ", ".join(PASSED_ON)
     key, told = "parallel.deepspeed", ours(config, batch, layout, precision, max_norm=1.0)
-    decided = [name for name in ("gradient_clipping",) if name in config.deepspeed]
+    del told["gradient_clipping"]  # whatever the user's is: what it must be is not known here
     found += [
         f"{key}.{name} is not passed on to DeepSpeed. {_instead(name, f'These sections are: {passed_on}.')}"
         for name in config.deepspeed
-        if name not in (*PASSED_ON, *told) or name in decided
+        if name not in (*PASSED_ON, *told)
     ]
     found += [
         f"{key}.{path}={theirs!r} contradicts {mine!r}. {_instead(path, 'Leave it out.')}"
         for path, mine, theirs in _contradictions(told, config.deepspeed)
-        if path not in decided
     ]
     zero = config.deepspeed.get("zero_optimization", {})
     if not isinstance(zero, dict):

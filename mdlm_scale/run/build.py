@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from mdlm_scale import kernels
-from mdlm_scale.config import Config, EngineName, ParallelConfig, Precision
+from mdlm_scale.config import Config, Device, EngineName, ParallelConfig, Precision, outside
 from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT
 from mdlm_scale.parallel import traffic
@@ -18,6 +18,7 @@ from mdlm_scale.parallel.zero_json import KNOWN_VERSION
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.float32: torch.float32, Precision.float64: torch.float64}
 
+_DEFAULTS = ParallelConfig()
 _OF_ONE_ENGINE = {
     "zero_stage": EngineName.deepspeed,
     "deepspeed": EngineName.deepspeed,
@@ -41,7 +42,7 @@ def layout_of(config: Config, ranks: World) -> Layout:
 
 def device_of(config: Config, ranks: World) -> torch.device:
     """Where this rank computes."""
-    if config.train.device == "cpu" or not torch.cuda.is_available():
+    if config.train.device == Device.cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
@@ -132,10 +133,9 @@ def faults(config: Config, layout: Layout | None) -> list[str]:
     found = [
         f"parallel.{name}={getattr(parallel, name)} is a setting of parallel.engine={owner}, not of {other}."
         for name, owner in _OF_ONE_ENGINE.items()
-        if owner is not parallel.engine and getattr(parallel, name) != _default(name)
+        if owner is not parallel.engine and getattr(parallel, name) != getattr(_DEFAULTS, name)
     ]
-    minutes = {"timeout_minutes": parallel.timeout_minutes, "start_minutes": parallel.start_minutes}
-    found += [f"parallel.{name}={value} must be above 0." for name, value in minutes.items() if not value > 0]
+    found += outside("parallel", parallel, ("timeout_minutes", "start_minutes"), lambda n: n > 0, "be above 0")
     if parallel.sequence_parallel and parallel.tp_size == 1:
         found.append("parallel.sequence_parallel is for parallel.tp_size above 1: the ranks that share matrices do it.")
     if parallel.tp_size > 1 and parallel.engine is not EngineName.plain:
@@ -159,7 +159,3 @@ def faults(config: Config, layout: Layout | None) -> list[str]:
             ]
         found += deepspeed.faults(parallel, config.batch, layout, config.train.precision)
     return found
-
-
-def _default(name: str) -> object:
-    return getattr(ParallelConfig(), name)

@@ -9,7 +9,7 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mdlm_scale.config import GuardConfig
+from mdlm_scale.config import GuardConfig, outside
 from mdlm_scale.errors import TrainingError
 from mdlm_scale.parallel.engine import Update
 from mdlm_scale.run.step import Report
@@ -66,8 +66,7 @@ class Guard:
 
 
 def faults(config: GuardConfig) -> list[str]:
-    counts = {"max_skips": config.max_skips, "max_rewinds": config.max_rewinds}
-    found = [f"guard.{name}={value} must not be negative." for name, value in counts.items() if value < 0]
+    found = outside("guard", config, ("max_skips", "max_rewinds"), lambda n: n >= 0, "not be negative")
     if config.spike is not None and not config.spike > 0:
         found.append(f"guard.spike={config.spike} must be above 0, or null for no limit.")
     return found

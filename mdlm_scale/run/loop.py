@@ -20,7 +20,7 @@ from mdlm_scale.run.guard import Guard
 from mdlm_scale.run.metrics import Metrics
 from mdlm_scale.run.optimizer import lr_at
 from mdlm_scale.run.preempt import Stop
-from mdlm_scale.run.saver import Saved, Saver
+from mdlm_scale.run.saver import Saver
 from mdlm_scale.run.step import forward_backward
 
 
@@ -53,7 +53,7 @@ def train(run: Run, state: State) -> State:
         lr = lr_at(config.optimizer, state.step)
         update = engine.step(partial(run.guard.judge_norm, loss_is_fine), lr)
         if not update.applied:
-            _tell(run, run.saver.wait())  # which checkpoint is the last should be known now
+            run.metrics.saved(run.saver.wait())  # which checkpoint is the last should be known now
         must_rewind = run.guard.settle(state.step, report, update, run.saver.last)
         state = state.after(update, run.guard.losses)
         if update.applied:
@@ -75,13 +75,14 @@ def train(run: Run, state: State) -> State:
         with run.metrics.paused():
             if _due(state.step, config.evaluate.every, config.train.num_steps):
                 _evaluate(run, state)
+            # not among bad steps: the weights themselves may have gone bad
             if _due(state.step, config.checkpoint.every, config.train.num_steps) and update.applied:
-                _tell(run, run.saver.save(state))  # not among bad steps: the weights themselves may have gone bad
-        _tell(run, run.saver.poll())
-    _tell(run, run.saver.finish())
+                run.metrics.saved(run.saver.save(state))
+        run.metrics.saved(run.saver.poll())
+    run.metrics.saved(run.saver.finish())
     if run.saver.last is None or run.saver.last.name != f"step-{state.step:06d}":
         run.saver.save(state)
-        _tell(run, run.saver.finish())
+        run.metrics.saved(run.saver.finish())
     return state
 
 
@@ -91,7 +92,7 @@ def _due(step: int, every: int, num_steps: int) -> bool:
 
 def _rewind(run: Run) -> State:
     """Back to the last checkpoint, with the steps that were refused since left out."""
-    _tell(run, run.saver.finish())
+    run.metrics.saved(run.saver.finish())
     path = checkpoint.newest_sound(run.saver.folder, run.groups)
     refused = run.guard.refused
     if path is None:
@@ -128,8 +129,3 @@ def _evaluate(run: Run, state: State) -> None:
         )
     if run.layout.rank == 0:
         run.metrics.evaluated(state.step, evaluation, run.validation.unigram_perplexity(evaluation.num_rows))
-
-
-def _tell(run: Run, saved: Saved | None) -> None:
-    if saved is not None:
-        run.metrics.saved(saved)

@@ -16,7 +16,7 @@ import mdlm_scale
 from mdlm_scale import config as config_module
 from mdlm_scale import kernels, layout
 from mdlm_scale import log as log_module
-from mdlm_scale.config import Config, EngineName
+from mdlm_scale.config import Config, Device, EngineName, outside
 from mdlm_scale.data import loader as loader_module
 from mdlm_scale.data import source as source_module
 from mdlm_scale.data import tokenizer as tokenizer_module
@@ -72,13 +72,9 @@ def main(config_path: str, overrides: list[str], check_only: bool, num_ranks: in
 
 def faults(config: Config, ranks: World) -> list[str]:
     """Everything wrong with a configuration that can be told without reading data."""
-    counts = {"train.num_steps": config.train.num_steps, "logging.every": config.logging.every}
-    found = [f"{key}={value} must be at least 1." for key, value in counts.items() if value < 1]
-    if not 0 <= config.run.seed < 2**64:
-        found.append(f"run.seed={config.run.seed} must lie in 0 .. 2^64 - 1.")
-    if config.train.device not in ("auto", "cpu", "cuda"):
-        found.append(f"train.device={config.train.device} must be auto, cpu or cuda.")
-    elif config.train.device == "cuda" and not torch.cuda.is_available():
+    found = outside("train", config.train, ["num_steps"]) + outside("logging", config.logging, ["every"])
+    found += outside("run", config.run, ["seed"], lambda n: 0 <= n < 2**64, "lie in 0 .. 2^64 - 1")
+    if config.train.device == Device.cuda and not torch.cuda.is_available():
         found.append("train.device=cuda, but PyTorch sees no GPU here. Use train.device=auto or cpu.")
     found += source_module.faults(config.data)
     found += dit.faults(config.model)
@@ -135,9 +131,7 @@ def _identity(config: Config) -> dict[str, Any]:
     package = Path(mdlm_scale.__file__).parent
     files = sorted(package.rglob("*.py"))
     code = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
-    tree = config_module.to_tree(config)
-    settings = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
-    return settings | {"code of mdlm_scale": code[:16], "version of torch": torch.__version__}
+    return config_module.settings(config) | {"code of mdlm_scale": code[:16], "version of torch": torch.__version__}
 
 
 def _print_plan(config: Config, data: Data, ranks: World) -> None:

@@ -93,10 +93,11 @@ class Metrics:
             f"(EMA weights, {evaluation.num_rows} rows; unigram ppl {unigram_ppl:.2f})"
         )
 
-    def saved(self, saved: Saved) -> None:
-        """A checkpoint is complete."""
-        figures = {"stall_seconds": saved.stall_seconds, "seconds": saved.seconds, "bytes": saved.num_bytes}
-        self.write("event", saved.step, {"message": f"saved {saved.path.name}", **figures})
+    def saved(self, saved: Saved | None) -> None:
+        """Whether a checkpoint was completed, and which."""
+        if saved is not None:
+            figures = {"stall_seconds": saved.stall_seconds, "seconds": saved.seconds, "bytes": saved.num_bytes}
+            self.write("event", saved.step, {"message": f"saved {saved.path.name}", **figures})
 
     def event(self, step: int, message: str) -> None:
         self.write("event", step, {"message": message})

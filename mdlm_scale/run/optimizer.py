@@ -2,7 +2,7 @@
 
 import math
 
-from mdlm_scale.config import EmaConfig, LrSchedule, OptimizerConfig
+from mdlm_scale.config import EmaConfig, LrSchedule, OptimizerConfig, outside
 
 COSINE_FLOOR = 0.1  # of the peak, reached at `cosine_steps` and kept
 
@@ -20,21 +20,9 @@ def lr_at(config: OptimizerConfig, step: int) -> float:
 
 def faults(config: OptimizerConfig, ema: EmaConfig) -> list[str]:
     """What is wrong with the optimizer and ema sections."""
-    found = [
-        f"optimizer.{name}={getattr(config, name)} must be above 0."
-        for name in ("lr", "eps", "max_grad_norm")
-        if not getattr(config, name) > 0
-    ]
-    found += [
-        f"optimizer.{name}={getattr(config, name)} must lie in [0, 1)."
-        for name in ("beta1", "beta2")
-        if not 0 <= getattr(config, name) < 1
-    ]
-    found += [
-        f"optimizer.{name}={getattr(config, name)} must not be negative."
-        for name in ("weight_decay", "warmup_steps")
-        if not getattr(config, name) >= 0
-    ]
+    found = outside("optimizer", config, ("lr", "eps", "max_grad_norm"), lambda n: n > 0, "be above 0")
+    found += outside("optimizer", config, ("beta1", "beta2"), lambda n: 0 <= n < 1, "lie in [0, 1)")
+    found += outside("optimizer", config, ("weight_decay", "warmup_steps"), lambda n: n >= 0, "not be negative")
     if config.schedule is LrSchedule.cosine and (config.cosine_steps or 0) <= config.warmup_steps:
         found.append(
             f"optimizer.cosine_steps={config.cosine_steps} must be above warmup_steps={config.warmup_steps} for the "
@@ -42,6 +30,4 @@ def faults(config: OptimizerConfig, ema: EmaConfig) -> list[str]:
         )
     if config.schedule is LrSchedule.constant and config.cosine_steps is not None:
         found.append(f"optimizer.cosine_steps={config.cosine_steps} has no meaning with schedule=constant.")
-    if not 0 <= ema.decay < 1:
-        found.append(f"ema.decay={ema.decay} must lie in [0, 1).")
-    return found
+    return found + outside("ema", ema, ("decay",), lambda n: 0 <= n < 1, "lie in [0, 1)")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import mdlm_scale
 from mdlm_scale import config as config_module
-from mdlm_scale.config import CheckpointConfig, Config
+from mdlm_scale.config import CheckpointConfig, Config, outside
 from mdlm_scale.errors import CheckpointError, UserError
 from mdlm_scale.layout import Layout
 from mdlm_scale.parallel.groups import Groups
@@ -249,10 +249,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> str:
 
 
 def faults(config: CheckpointConfig) -> list[str]:
-    counts = {"checkpoint.every": config.every, "checkpoint.keep": config.keep}
-    if config.keep_every is not None:
-        counts["checkpoint.keep_every"] = config.keep_every
-    return [f"{key}={value} must be at least 1." for key, value in counts.items() if value < 1]
+    return outside("checkpoint", config, ("every", "keep", "keep_every"), lambda n: n is None or n >= 1)
 
 
 def _own(parts: dict[str, Part], rank: int, groups: Groups) -> dict[str, Part]:

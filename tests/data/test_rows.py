@@ -5,10 +5,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+from prepare_shards import Cutter
 
 from mdlm_scale.config import TokenizerConfig
 from mdlm_scale.data import tokenizer as tokenizer_module
-from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Cutter, Records, Wrapping, token_type
+from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records, Wrapping, token_type
 from mdlm_scale.data.tokenizer import Ids
 
 TOKENIZER = tokenizer_module.load(TokenizerConfig(name="bytes"))

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from formulas import posterior_probs, subs_log_probs
 from scipy import stats
 from torch import Tensor
 
 from mdlm_scale.config import DiffusionConfig, ScheduleName
 from mdlm_scale.diffusion import schedule
-from mdlm_scale.diffusion.posterior import posterior_probs, subs_log_probs
 from mdlm_scale.diffusion.sample import ancestral, draw
 
 VOCAB, MASK, LENGTH = 4, 1, 2  # the mask in the middle of the vocabulary

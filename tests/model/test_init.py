@@ -15,15 +15,6 @@ CONFIG = ModelConfig(hidden_size=12, num_layers=2, num_heads=2, cond_size=5)
 UNIFORM = Fill(bound=0.5)
 
 
-def make_model(dtype: torch.dtype) -> DiT:
-    """Every weight is NaN until it is filled."""
-    model = DiT(CONFIG, vocab_size=11, mask_id=3).to(dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(torch.nan)
-    return model
-
-
 @pytest.mark.parametrize("fill", [UNIFORM, Fill(1.0), Fill(0.0)], ids=str)
 @pytest.mark.parametrize(("start", "numel"), [(0, 1), (0, 100), (1, 7), (3, 1), (4, 8), (41, 59), (99, 1), (50, 0)])
 def test_a_range_is_that_part_of_the_whole(fill: Fill, start: int, numel: int) -> None:

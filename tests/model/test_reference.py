@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import subs_log_probs
 from safetensors import safe_open
 from torch import Tensor
 
 from mdlm_scale.config import ModelConfig, ScheduleName
 from mdlm_scale.diffusion import objective
 from mdlm_scale.diffusion.corrupt import Batch, corrupt
-from mdlm_scale.diffusion.posterior import subs_log_probs
 from mdlm_scale.diffusion.schedule import Schedule
 from mdlm_scale.model.dit import DiT
 from mdlm_scale.model.names import from_original, original_name
