@@ -27,7 +27,7 @@ checkpoint: {{every: 30, keep_every: 60}}
 logging: {{every: 1}}
 """
 START_SECONDS = 120.0  # from submitting to the steps that a test waits for; 10 to 15 are usual
-END_SECONDS = 240.0
+END_SECONDS = 400.0
 
 
 @dataclass

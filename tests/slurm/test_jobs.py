@@ -163,7 +163,7 @@ def test_link_cut(cluster: Lab, train: Submit, uninterrupted: Path) -> None:
 
 def test_time_limit(train: Submit, uninterrupted: Path) -> None:
     """Slurm counts the limit in minutes, and looks at it every half one. Evaluations make the run last until then."""
-    slow = ("train.num_steps=600", "evaluate.every=1", "evaluate.rows=256")
+    slow = ("train.num_steps=600", "evaluate.every=1", "evaluate.rows=64")
     job = train(*slow, sbatch=("--time=1", "--signal=B:USR1@5"))
     wait_for("the limit", lambda: job.starts() == 2, 120.0)
     said("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
