@@ -51,7 +51,7 @@ class PeerError(UserError):
 
     def __init__(self, rank: int, message: str, exit_code: int) -> None:
         super().__init__(f"ended by the failure of rank {rank}: {message}")
-        self.exit_code = exit_code
+        self.rank, self.message, self.exit_code = rank, message, exit_code
 
 
 def raise_if_any(faults: Iterable[str], error: type[UserError] = ConfigError) -> None:

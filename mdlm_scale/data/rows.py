@@ -48,8 +48,7 @@ def wrapped(
     begin, end = (np.full(int(row_ends), id_, token) for id_ in (tokenizer.bos_id, tokenizer.eos_id))
     records = np.empty(len(parts), record_type(length, token))
     records[TOKENS] = tokenizer.pad_id
-    for record, ids in zip(records, parts, strict=True):
-        row = np.concatenate([begin, ids, end])
-        record[TOKENS][: len(row)] = row
-        record[NUM_TOKENS] = len(row)
+    records[NUM_TOKENS] = [len(ids) + 2 * row_ends for ids in parts]
+    for row_L, ids, num_tokens in zip(records[TOKENS], parts, records[NUM_TOKENS], strict=True):
+        row_L[:num_tokens] = np.concatenate([begin, ids, end])
     return records

@@ -73,11 +73,6 @@ class Engine(Protocol):
         """A whole parameter, as the forward pass uses it; every rank asks, in the same order. For tests."""
 
 
-def clip_scale(grad_norm: float, max_norm: float) -> float:
-    """What gradients are multiplied with; the small constant is that of torch and DeepSpeed."""
-    return min(1.0, max_norm / (grad_norm + 1e-6))
-
-
 def swap(master: Tensor, flat: Tensor) -> None:
     """Exchange the contents of two tensors of one size; needs a third for the moment."""
     kept = master.clone()

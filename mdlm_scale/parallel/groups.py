@@ -31,6 +31,9 @@ WATCH_SECONDS = 1.0  # between looks at the store
 OWN_END_SECONDS = 2.0  # for the main thread to end by itself after another rank's failure
 GRACE_SECONDS = 5.0  # for a failed rank's word to come, and for rank 0, who holds the store, to outlive the others
 
+# which ranks add up: those that own other slots, those that share this one's matrices, or all
+Over = Enum("Over", "dp tp all")
+
 _LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 _FOREIGN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")  # MPI's launchers say the rank in ways of their own
 _FAILURE = "failure"
@@ -76,14 +79,6 @@ def world(environment: Mapping[str, str] = os.environ) -> World:
     return World()
 
 
-class Over(Enum):
-    """Which ranks add up: those that own other slots, those that share this one's matrices, or all."""
-
-    dp = "dp"
-    tp = "tp"
-    all = "all"
-
-
 class Groups:
     """The ranks of a run, as a context: a failure inside ends all of them. With one rank all is the identity."""
 
@@ -91,7 +86,7 @@ class Groups:
         """Meet the other ranks; a TrainingError names those that did not come within `seconds`."""
         self.ranks = ranks
         self.store: dist.Store | None = None
-        self.failure: Failure | None = None  # another rank's, once this one knows
+        self.failure: PeerError | None = None  # another rank's, once this one knows
         self.tp: dist.ProcessGroup | None = None  # the ranks that share matrices with this one, if there are such
         self.dp: dist.ProcessGroup | None = None  # the ranks with this one's part of them; None is all ranks
         self.ended = threading.Event()
@@ -197,23 +192,23 @@ class Groups:
             message = "a rank is gone without a word: it was killed, or its machine or network was lost"
         elif not isinstance(error, UserError):
             message = f"{type(error).__name__}: {message.partition(_LINE_END)[0]}"
-        own = Failure(self.ranks.rank, getattr(error, "exit_code", EXIT_FAILURE), message)
+        own = json.dumps([self.ranks.rank, message, getattr(error, "exit_code", EXIT_FAILURE)])
         try:
             if isinstance(error, RuntimeError):  # perhaps of a collective, because a peer is gone: its word is coming
                 _wait_until(lambda: self.failure is not None or self.store.check([_FAILURE]), GRACE_SECONDS)
-            first = Failure.read(self.store.compare_set(_FAILURE, "", own.text()))
+            first = PeerError(*json.loads(self.store.compare_set(_FAILURE, "", own)))
             self.store.add("ended", 1)
             if self.ranks.rank == 0:
                 _wait_until(lambda: self.store.add("ended", 0) >= self.ranks.size, GRACE_SECONDS)
         except RuntimeError:  # the store went with rank 0
-            first = self.failure or Failure(0, EXIT_FAILURE, f"the connection to it was lost ({message})")
+            first = self.failure or PeerError(0, f"the connection to it was lost ({message})", EXIT_FAILURE)
         if is_lost and first.message == message:  # nobody knows more
             raise TrainingError(f"Here {message}. The same command goes on from the last checkpoint.") from None
         if first.rank == self.ranks.rank:
             return
         if first.message == message:  # the same mistake, told by one rank
-            os._exit(first.code)
-        raise PeerError(first.rank, first.message, first.code) from None
+            os._exit(first.exit_code)
+        raise first from None
 
     def _watch(self, store: dist.Store) -> None:
         """In a thread: end this process if another rank has failed and the main thread does not notice."""
@@ -221,32 +216,15 @@ class Groups:
             try:
                 if not store.check([_FAILURE]):
                     continue
-                self.failure = Failure.read(store.get(_FAILURE))
+                self.failure = PeerError(*json.loads(store.get(_FAILURE)))
             except RuntimeError:
-                self.failure = Failure(0, EXIT_FAILURE, "the connection to it was lost")
+                self.failure = PeerError(0, "the connection to it was lost", EXIT_FAILURE)
             if not self.ended.wait(OWN_END_SECONDS):
                 with contextlib.suppress(RuntimeError):
                     store.add("ended", 1)
-                error = PeerError(self.failure.rank, self.failure.message, self.failure.code)
-                print(f"rank {self.ranks.rank}: {error}", file=sys.stderr, flush=True)
-                os._exit(error.exit_code)
+                print(f"rank {self.ranks.rank}: {self.failure}", file=sys.stderr, flush=True)
+                os._exit(self.failure.exit_code)
             return
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Which rank failed first, with which exit code, and what it said."""
-
-    rank: int
-    code: int
-    message: str
-
-    def text(self) -> str:
-        return json.dumps([self.rank, self.code, self.message])
-
-    @staticmethod
-    def read(text: bytes) -> "Failure":
-        return Failure(*json.loads(text))
 
 
 def _meet(ranks: World, seconds: float) -> tuple[dist.Store, dist.Store]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mdlm_scale.kernels import set_adam_step
-from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update, clip_scale, swap
+from mdlm_scale.parallel.engine import Judge, Parts, Shard, Update, swap
 
 
 class Masters:
@@ -51,7 +51,7 @@ class Masters:
         grad_norm = math.sqrt(self.sum_ranks(float((norms.square() / copies).sum())))
         applied = judge(grad_norm)
         if applied:
-            if (scale := clip_scale(grad_norm, self.max_norm)) < 1:
+            if (scale := self.max_norm / (grad_norm + 1e-6)) < 1:  # the small constant is that of torch and DeepSpeed
                 torch._foreach_mul_(gradients, scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr

@@ -20,17 +20,17 @@ Exchange = Callable[[Tensor, Group], Callable[[], Tensor]]  # starts; the functi
 
 def joined(x_BSD: Tensor, group: Group) -> Tensor:
     """All positions, (B, L, D); the gradients of all ranks are added up and sliced."""
-    return _Exchange.apply(x_BSD, group, _gather, _sum_and_scatter)
+    return _Paired.apply(x_BSD, group, _gather, _sum_and_scatter)
 
 
 def summed_slice(x_BLD: Tensor, group: Group) -> Tensor:
     """This rank's slice, (B, S, D), of the sum over all ranks."""
-    return _Exchange.apply(x_BLD, group, _sum_and_scatter, _gather)
+    return _Paired.apply(x_BLD, group, _sum_and_scatter, _gather)
 
 
 def slice_of_equal(x_BLD: Tensor, group: Group) -> Tensor:
     """This rank's slice, (B, S, D), of what all ranks hold alike."""
-    return _Exchange.apply(x_BLD, group, _slice, _gather)
+    return _Paired.apply(x_BLD, group, _slice, _gather)
 
 
 def joined_linear(x_BSD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
@@ -39,7 +39,7 @@ def joined_linear(x_BSD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, group
     return _JoinedLinear.apply(x_BSD, weight_OD, bias_O, group)
 
 
-class _Exchange(torch.autograd.Function):
+class _Paired(torch.autograd.Function):
     """An exchange whose gradient is another."""
 
     @staticmethod
