@@ -27,8 +27,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import numpy as np
 import prepare_documents as documents
 import torch
-from prepare_shards import ShardWriter
 from prepare_workers import Documents, Settings, Workers, prepare
+from shard_writer import ShardWriter
 
 from mdlm_scale import log as log_module
 from mdlm_scale.config import BatchConfig, DataConfig, DiffusionConfig, TokenizerConfig

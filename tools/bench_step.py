@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_masked_ce import in_own_process, original, seconds_and_rate, seconds_of
-from prepare_shards import ShardWriter
+from shard_writer import ShardWriter
 from torch import Tensor
 
 from mdlm_scale import kernels

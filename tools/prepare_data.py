@@ -21,10 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import prepare_documents as documents
-import prepare_shards
+import shard_writer
 from prepare_documents import File
 from prepare_recipes import DETOKENIZERS, RECIPES, Recipe
 from prepare_workers import Documents, Settings, Workers, prepare
+from shard_writer import SHARD_BYTES
 
 from mdlm_scale import log as log_module
 from mdlm_scale.data import shards
@@ -56,7 +57,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--strict", action="store_true", help="refuse bytes that are not UTF-8 (else they are replaced and counted)")
     add("--dtype", choices=("uint16", "uint32"), help="of a token (uint16 if the vocabulary fits)")
     add("--zstd", action="store_true", help="compress the shards")
-    add("--shard-mb", type=float, default=prepare_shards.SHARD_BYTES / 1e6, metavar="MB", help="size of a shard (67)")
+    add("--shard-mb", type=float, default=SHARD_BYTES / 1e6, metavar="MB", help="size of a shard (67)")
     add("--verify", nargs="+", type=Path, metavar="DIR", help="only check the hashes of prepared shards")
     args = parser.parse_args(argv)
     if args.verify is None:
@@ -105,7 +106,7 @@ def verify(folders: list[Path]) -> int:
     for folder in folders:
         for own in sorted(path.parent for path in folder.glob(f"*/{shards.MANIFEST}")) or [folder]:
             try:
-                checked = prepare_shards.verify(own)
+                checked = shard_writer.verify(own)
             except DataError as error:
                 faults += error.faults
             else:

@@ -26,13 +26,13 @@ import numpy as np
 import prepare_documents as documents
 from prepare_documents import Block, File
 from prepare_recipes import detokenizer
-from prepare_shards import SHARD_BYTES, Cutter, ShardWriter
+from shard_writer import SHARD_BYTES, ShardWriter
 
 from mdlm_scale import log as log_module
 from mdlm_scale.config import TokenizerConfig
 from mdlm_scale.data import shards
 from mdlm_scale.data import tokenizer as tokenizer_module
-from mdlm_scale.data.rows import Records, Wrapping, record_type, token_type
+from mdlm_scale.data.rows import Records, Wrapping, record_type, stream, token_type, wrapped
 from mdlm_scale.data.tokenizer import Ids, Tokenizer
 from mdlm_scale.errors import DataError
 from mdlm_scale.log import log
@@ -79,6 +79,37 @@ class Counts:
     def add(self, other: "Counts") -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+
+
+class Cutter:
+    """Makes rows in two halves: `pack` needs no neighbours and can run anywhere, `add` keeps the order."""
+
+    def __init__(self, wrapping: Wrapping, length: int, tokenizer: Tokenizer, token: np.dtype[Any]) -> None:
+        self.wrapping, self.length, self.tokenizer, self.token = wrapping, length, tokenizer, token
+        self._rest: Ids = np.empty(0, token)
+
+    def pack(self, documents: list[Ids]) -> Ids | Records:
+        """Tokenised documents as a stretch of the stream, or as padded rows."""
+        if self.wrapping.padded:
+            return self._rows(documents)
+        return stream(documents, self.tokenizer, self.token, self.wrapping.document_end)
+
+    def add(self, packed: Ids | Records) -> Records:
+        """The rows that are full now."""
+        if self.wrapping.padded:
+            return packed
+        tokens, inner = np.concatenate([self._rest, packed]), self.length - 2 * self.wrapping.row_ends
+        full = len(tokens) // inner * inner
+        self._rest = tokens[full:].copy()
+        return self._rows([tokens[:full]])
+
+    def finish(self) -> Records:
+        """The last row, padded, if tokens are left."""
+        rest, self._rest = self._rest, self._rest[:0]
+        return self._rows([rest])
+
+    def _rows(self, texts: list[Ids]) -> Records:
+        return wrapped(texts, self.length, self.tokenizer, self.token, self.wrapping.row_ends)
 
 
 class Workers(ProcessPoolExecutor):

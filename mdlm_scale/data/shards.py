@@ -2,7 +2,7 @@
 
 A folder holds `shard.00000.mds` and so on (or `.mds.zstd`), `index.json` as mosaicml-streaming reads it, and
 `manifest.json`: how the rows were made, their number, and the sha256 of each shard. All shards but the last hold the
-same number of rows, so that row r of a shard lies at header + r * record. tools/prepare_shards.py writes them.
+same number of rows, so that row r of a shard lies at header + r * record.
 """
 
 import hashlib
@@ -50,9 +50,7 @@ class Description:
     @property
     def fingerprint(self) -> str:
         """Equal for equal rows in equal shards, wherever they lie, compressed or not."""
-        rows = [[file.num_rows, file.hashes["sha256"]] for file in self.files]
-        told = [self.manifest["tokenizer"]["fingerprint"], str(self.record), rows]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        return fingerprint(self.manifest["tokenizer"]["fingerprint"], self.record, self.files)
 
     @property
     def length(self) -> int:
@@ -105,9 +103,10 @@ def incomplete(folder: Path, description: Description) -> dict[str, str]:
     faults = {}
     for file in description.files:
         path = folder / file.stored_name
-        if not path.is_file():
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
             faults[file.stored_name] = f"shard '{path}' is missing."
-        elif (size := path.stat().st_size) != file.stored_bytes:
+        elif size != file.stored_bytes:
             faults[file.stored_name] = f"shard '{path}' has {size:,} bytes, its index says {file.stored_bytes:,}."
     return {name: f"{fault} Restore it, or prepare the data again." for name, fault in faults.items()}
 
@@ -125,6 +124,11 @@ def rows_of(data: Bytes, file: ShardFile, record: np.dtype[Any], where: str, *, 
     if num_rows != file.num_rows or first + num_rows * record.itemsize != len(data):
         raise DataError(f"shard '{where}' holds {num_rows:,} rows, its index says {file.num_rows:,}. Restore it.")
     return data[first:].reshape(num_rows, record.itemsize)
+
+
+def fingerprint(tokenizer: str, record: np.dtype[Any], files: tuple[ShardFile, ...]) -> str:
+    told = [tokenizer, str(record), [[file.num_rows, file.hashes["sha256"]] for file in files]]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def shard_file(entry: dict[str, Any]) -> ShardFile:

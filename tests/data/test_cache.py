@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prepare_shards import ShardWriter
+from shard_writer import ShardWriter
 
 from mdlm_scale.data import cache as cache_module
 from mdlm_scale.data.cache import Cache, Remote, read_remote

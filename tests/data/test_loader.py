@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prepare_shards import ShardWriter
+from shard_writer import ShardWriter
 from torch import Tensor
 
 from mdlm_scale.config import BatchConfig, DataConfig, DiffusionConfig, TimeSampling, TokenizerConfig

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from prepare_shards import Cutter
+from prepare_workers import Cutter
 
 from mdlm_scale.config import TokenizerConfig
 from mdlm_scale.data import tokenizer as tokenizer_module

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstd
-from prepare_shards import ShardWriter, verify
+from shard_writer import ShardWriter, verify
 
 from mdlm_scale.config import DataConfig, TokenizerConfig
 from mdlm_scale.data import cache

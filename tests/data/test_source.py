@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from prepare_shards import ShardWriter
+from shard_writer import ShardWriter
 from torch import Tensor
 
 from mdlm_scale.config import DataConfig, TokenizerConfig

@@ -37,16 +37,6 @@ def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> DiT
     return model
 
 
-def fresh_model(dtype: torch.dtype) -> DiT:
-    """As a run begins with it."""
-    model = DiT(CONFIG, VOCAB, MASK).to(dtype)
-    rules = fills(model)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(init_range(0, name, rules[name], 0, p.numel()).view(p.shape))
-    return model
-
-
 def make_batch(dropout_sites: int = 0, slots: range = range(BATCH), is_token: bool = True) -> Batch:
     """These slots of a step; the second row is padded, if any token is real."""
     generator = torch.Generator().manual_seed(1)
@@ -182,13 +172,15 @@ def init_model(model: DiT, seed: int) -> None:
 
 
 def test_a_fresh_model_gives_zero_logits() -> None:
-    model, batch = fresh_model(torch.float32), make_batch()
+    model, batch = DiT(CONFIG, VOCAB, MASK), make_batch()
+    init_model(model, seed=0)
     logits_MV = model.logits(batch.z_BL, batch.sigma_B.float(), torch.arange(BATCH * LENGTH))
     assert torch.equal(logits_MV, torch.zeros(BATCH * LENGTH, VOCAB))
 
 
 def test_a_fresh_model_holds_every_token_equally_likely() -> None:
-    model, batch = fresh_model(torch.float64), make_batch()
+    model, batch = DiT(CONFIG, VOCAB, MASK).double(), make_batch()
+    init_model(model, seed=0)
     nll_M = model(batch)[1]
     torch.testing.assert_close(nll_M, torch.full_like(nll_M, math.log(VOCAB - 1)), rtol=1e-15, atol=0)  # one logarithm
 

@@ -1,7 +1,4 @@
-"""Rows cut, shards written and checked: what `mdlm_scale/data/shards.py` reads.
-
-Rows are of fixed length; what stands between documents and around rows is `mdlm_scale/data/rows.py`'s.
-"""
+"""Shards written, and read again in full: what mdlm_scale/data/shards.py describes and a run maps or fetches."""
 
 import hashlib
 import json
@@ -13,51 +10,12 @@ import numpy as np
 import xxhash
 import zstd
 
-from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records, Wrapping, stream, wrapped
-from mdlm_scale.data.shards import (
-    INDEX,
-    MANIFEST,
-    Description,
-    incomplete,
-    read_description,
-    shard_file,
-)
-from mdlm_scale.data.tokenizer import Ids, Tokenizer
+from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, Records
+from mdlm_scale.data.shards import INDEX, MANIFEST, Description, fingerprint, incomplete, read_description, shard_file
 from mdlm_scale.errors import DataError, raise_if_any
 
 SHARD_BYTES = 1 << 26
 ZSTD_LEVEL = 3
-
-
-class Cutter:
-    """Makes rows in two halves: `pack` needs no neighbours and can run anywhere, `add` keeps the order."""
-
-    def __init__(self, wrapping: Wrapping, length: int, tokenizer: Tokenizer, token: np.dtype[Any]) -> None:
-        self.wrapping, self.length, self.tokenizer, self.token = wrapping, length, tokenizer, token
-        self._rest: Ids = np.empty(0, token)
-
-    def pack(self, documents: list[Ids]) -> Ids | Records:
-        """Tokenised documents as a stretch of the stream, or as padded rows."""
-        if self.wrapping.padded:
-            return self._rows(documents)
-        return stream(documents, self.tokenizer, self.token, self.wrapping.document_end)
-
-    def add(self, packed: Ids | Records) -> Records:
-        """The rows that are full now."""
-        if self.wrapping.padded:
-            return packed
-        tokens, inner = np.concatenate([self._rest, packed]), self.length - 2 * self.wrapping.row_ends
-        full = len(tokens) // inner * inner
-        self._rest = tokens[full:].copy()
-        return self._rows([tokens[:full]])
-
-    def finish(self) -> Records:
-        """The last row, padded, if tokens are left."""
-        rest, self._rest = self._rest, self._rest[:0]
-        return self._rows([rest])
-
-    def _rows(self, texts: list[Ids]) -> Records:
-        return wrapped(texts, self.length, self.tokenizer, self.token, self.wrapping.row_ends)
 
 
 class ShardWriter:
@@ -97,15 +55,15 @@ class ShardWriter:
         if self._num_waiting:
             self._write(self._take(self._num_waiting))
         index = {"shards": self._entries, "version": 2}
-        described = Description(str(self.folder), tuple(map(shard_file, self._entries)), self.record, manifest)
+        files = tuple(map(shard_file, self._entries))
         stored = [entry["zip_data"] or entry["raw_data"] for entry in self._entries]
         manifest = manifest | {
             "rows": self.num_rows,
             "tokens": self.num_tokens,
-            "fingerprint": described.fingerprint,
+            "fingerprint": fingerprint(manifest["tokenizer"]["fingerprint"], self.record, files),
             "shards": [
                 {"file": s["basename"], "rows": f.num_rows, "bytes": s["bytes"], "sha256": s["hashes"]["sha256"]}
-                for f, s in zip(described.files, stored, strict=True)
+                for f, s in zip(files, stored, strict=True)
             ],
         }
         _write_file(self.folder / INDEX, json.dumps(index, sort_keys=True).encode())
