@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TEXT
 from jobs import TINY, Job, kill_rank, submit
 from lab import Lab, missing, said, wait_for
 from runs import assert_close, rows, tensors
@@ -263,13 +263,16 @@ def test_prepare(cluster: Lab, tmp_path: Path) -> None:
 
 
 def test_preparing_goes_on_after_preemption(cluster: Lab, tmp_path: Path) -> None:
-    log, output = tmp_path / "job.out", tmp_path / "data"
-    given = ["slurm/prepare_owt.sh", "--recipe", "python", "--output", str(output)]
+    """Text for some seconds; it begins anew and ends."""
+    log, output, text = tmp_path / "job.out", tmp_path / "data", tmp_path / "train.txt"
+    text.write_text("".join(f"{TEXT.format(number)}\n" for number in range(300_000)))
+    given = ["slurm/prepare_owt.sh", "--input", str(text), "--output", str(output), "--validation-documents", "9"]
+    given += ["--tokenizer", "bytes", "--length", "128"]
     job = Job(submit(given, ["--cpus-per-task=2", f"--output={log}"]), tmp_path, log)
-    wait_for("its first shard", lambda: any(tmp_path.glob("data*.tmp/*")) or any(tmp_path.glob("data/*.tmp/*")), 60.0)
+    wait_for("its first rows", lambda: any(tmp_path.glob("data/*.tmp")), 60.0)
     submit(["--wrap", "sleep 1"], ["-p", "high", "-N", "3", "--exclusive", "--output=/dev/null"])
-    text = job.ended("COMPLETED", 120.0)
-    assert "interrupted" in text
+    said_so = job.ended("COMPLETED", 180.0)
+    assert "interrupted: nothing half-written is left" in said_so
     assert (job.starts(), (output / "train" / "manifest.json").exists()) == (2, True)
 
 
