@@ -21,17 +21,13 @@ from mdlm_scale.diffusion.schedule import Schedule
 
 Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHUNK_ROWS = 512  # whose distribution over V is in memory in float64
+FINE_STEPS = 1 << 20  # to this the time is rounded that a network is told in first-hitting; float32 knows it no better
 
 
 class Order(StrEnum):
-    """ancestral      T steps of p(z_s | z_t): what is unmasked in one step is drawn independently
-    first-hitting  each position at its own moment of continuous time (arXiv 2409.02908): T without end
-    confidence     in T steps, those first whose drawn token is most probable: not the model's law
-    """
-
-    ancestral = "ancestral"
-    first_hitting = "first-hitting"
-    confidence = "confidence"
+    ancestral = "ancestral"  # T steps of p(z_s | z_t): what is unmasked in one step is drawn independently
+    first_hitting = "first-hitting"  # each at its own moment of continuous time (arXiv 2409.02908): T without end
+    confidence = "confidence"  # in T steps, those first whose drawn token is most probable: not the model's law
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,9 @@ class Rule:
 
     def departures(self) -> list[str]:
         """What makes the law another one than the model's."""
-        found = ["order by confidence"] if self.order is Order.confidence else []
-        found += [f"temperature {self.temperature:g}"] if self.temperature != 1 else []
-        return found + ([f"top-p {self.top_p:g}"] if self.top_p != 1 else [])
+        order = ["order by confidence"] if self.order is Order.confidence else []
+        heat = [f"temperature {self.temperature:g}"] if self.temperature != 1 else []
+        return order + heat + ([f"top-p {self.top_p:g}"] if self.top_p != 1 else [])
 
 
 def generate(
@@ -70,12 +66,9 @@ def generate(
     for start in starts:
         here = slice(start, start + width)
         going_A = torch.nonzero(~_has_stopped(z_BN, may_stop_BN, rule)).squeeze(1)
-        window = (z_BN[going_A, here], may_stop_BN[going_A, here], u_which_BN[going_A, here])
-        if rule.order is Order.confidence:
-            z_BN[going_A, here] = _by_confidence(logits, rule, *window)
-        else:
-            step_BL, time_BL = moments(schedule, rule, u_when_BN[going_A, here])
-            z_BN[going_A, here] = _at_moments(logits, rule, *window, step_BL, time_BL)
+        step_AL, time_AL = moments(schedule, rule, u_when_BN[going_A, here])
+        window = z_BN[going_A, here], may_stop_BN[going_A, here], u_which_BN[going_A, here]
+        z_BN[going_A, here] = _filled(logits, rule, *window, step_AL, time_AL)
     is_end_BN = (z_BN == rule.stop_id) & may_stop_BN
     return z_BN, torch.where(is_end_BN.any(1), is_end_BN.int().argmax(1) + 1, num_positions)
 
@@ -86,12 +79,12 @@ def moments(schedule: Schedule, rule: Rule, u_BL: Tensor) -> tuple[Tensor, Tenso
     P(masked at t | masked at 1) = mask_prob(t) / mask_prob(1), so a uniform number `u` says it. In steps from t to s it
     is the step in which that moment lies. The last step takes all that is left, also if masks are left at t = 0.
     """
-    edges = torch.arange(1, rule.num_steps + 1, dtype=torch.float64, device=u_BL.device) / rule.num_steps
-    mask_prob_1 = schedule.mask_prob(torch.ones_like(edges[:1]))
-    if rule.order is Order.first_hitting:
-        return u_BL, schedule.time(u_BL * mask_prob_1)
-    step_BL = torch.searchsorted(schedule.mask_prob(edges[:-1]) / mask_prob_1, u_BL, right=True)
-    return step_BL, edges[step_BL]
+    is_one_by_one = rule.order is Order.first_hitting
+    num_steps = FINE_STEPS if is_one_by_one else rule.num_steps
+    edges = torch.arange(1, num_steps + 1, dtype=torch.float64, device=u_BL.device) / num_steps
+    mask_prob = schedule.mask_prob(edges)
+    step_BL = torch.searchsorted(mask_prob[:-1] / mask_prob[-1], u_BL, right=True)
+    return u_BL if is_one_by_one else step_BL, edges[step_BL]
 
 
 def draw(logits_MV: Tensor, u_M: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -121,45 +114,38 @@ def _draw(logits_MV: Tensor, u_M: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     return token_M, p_MV.gather(1, token_M[:, None]).squeeze(1)
 
 
-def _at_moments(
+def _filled(
     logits: Logits, rule: Rule, z_BL: Tensor, may_stop_BL: Tensor, u_BL: Tensor, step_BL: Tensor, time_BL: Tensor
 ) -> Tensor:
-    """Each row at its own moments: its n-th is computed together with the n-th of the others."""
-    is_masked_BL = z_BL == rule.mask_id
-    falling_BL, position_BL = step_BL.double().masked_fill(~is_masked_BL, -torch.inf).sort(dim=1, descending=True)
-    is_later_BL = falling_BL[:, 1:] != falling_BL[:, :-1]
-    rank_BL = torch.zeros_like(z_BL).scatter(1, position_BL[:, 1:], is_later_BL.cumsum(1))
-    round_BL = rank_BL.masked_fill(~is_masked_BL, -1)
-    for number in range(int(round_BL.max()) + 1 if len(z_BL) else 0):
-        is_drawn_BL = (round_BL == number) & ~_has_stopped(z_BL, may_stop_BL, rule)[:, None]
-        if is_drawn_BL.any():
-            t_B = time_BL.masked_fill(~is_drawn_BL, 0.0).amax(1)
-            z_BL[is_drawn_BL] = draw(_ask(logits, z_BL, t_B, is_drawn_BL), u_BL[is_drawn_BL], rule)[0]
-    return z_BL
-
-
-def _by_confidence(logits: Logits, rule: Rule, z_BL: Tensor, may_stop_BL: Tensor, u_BL: Tensor) -> Tensor:
-    """All masked tokens are drawn in each step, and equally many of the most probable ones stay."""
-    masks_B = (z_BL == rule.mask_id).sum(1)
-    for step in range(rule.num_steps):
-        count_B = masks_B * (step + 1) // rule.num_steps - masks_B * step // rule.num_steps
-        count_B = count_B.masked_fill(_has_stopped(z_BL, may_stop_BL, rule), 0)
-        is_asked_BL = (z_BL == rule.mask_id) & (count_B > 0)[:, None]
-        if is_asked_BL.any():
-            t_B = torch.full(masks_B.shape, 1 - step / rule.num_steps, dtype=torch.float64, device=z_BL.device)
-            token_M, p_M = draw(_ask(logits, z_BL, t_B, is_asked_BL), u_BL[is_asked_BL], rule)
+    """Round by round: the n-th moment of each row together with the n-th of the others; by confidence the n-th share,
+    for which all that is masked is drawn and the surest stay."""
+    masks_B, by_confidence = (z_BL == rule.mask_id).sum(1), rule.order is Order.confidence
+    round_BL = _ranks(step_BL, z_BL == rule.mask_id)
+    for number in range(rule.num_steps if by_confidence else int(round_BL.max()) + 1 if len(z_BL) else 0):
+        is_asked_BL = (z_BL == rule.mask_id) & ~_has_stopped(z_BL, may_stop_BL, rule)[:, None]
+        share_B = masks_B * (number + 1) // rule.num_steps - masks_B * number // rule.num_steps
+        is_asked_BL &= (share_B > 0)[:, None] if by_confidence else round_BL == number
+        if not is_asked_BL.any():
+            continue
+        active_A = torch.nonzero(is_asked_BL.any(1)).squeeze(1)  # a row without any such position is not computed
+        rows_M = torch.nonzero(is_asked_BL[active_A].flatten()).squeeze(1)
+        t_A = time_BL.masked_fill(~is_asked_BL, 0.0).amax(1)[active_A]
+        token_M, p_M = draw(logits(z_BL[active_A], t_A, rows_M), u_BL[is_asked_BL], rule)
+        drawn_BL = z_BL.masked_scatter(is_asked_BL, token_M)
+        if by_confidence:
             sure_BL = torch.full_like(u_BL, -1.0).masked_scatter(is_asked_BL, p_M)
-            order_BL = torch.argsort(sure_BL, dim=1, descending=True, stable=True)
-            is_first_BL = torch.arange(z_BL.shape[1], device=z_BL.device) < count_B[:, None]
-            is_kept_BL = torch.zeros_like(is_asked_BL).scatter(1, order_BL, is_first_BL)
-            z_BL = torch.where(is_kept_BL, z_BL.masked_scatter(is_asked_BL, token_M), z_BL)
+            is_asked_BL &= _ranks(sure_BL, is_asked_BL, ties=False) < share_B[:, None]
+        z_BL = torch.where(is_asked_BL, drawn_BL, z_BL)
     return z_BL
 
 
-def _ask(logits: Logits, z_BL: Tensor, t_B: Tensor, is_asked_BL: Tensor) -> Tensor:
-    """Logits at these positions, row by row; a row without any is not computed."""
-    active_A = torch.nonzero(is_asked_BL.any(1)).squeeze(1)
-    return logits(z_BL[active_A], t_B[active_A], torch.nonzero(is_asked_BL[active_A].flatten()).squeeze(1))
+def _ranks(key_BL: Tensor, is_ranked_BL: Tensor, ties: bool = True) -> Tensor:
+    """Of each position in its row, the largest key first; equal keys have one rank, if there may be ties; others -1."""
+    key_BL = key_BL.double().masked_fill(~is_ranked_BL, -torch.inf)
+    falling_BL, position_BL = key_BL.sort(dim=1, descending=True, stable=True)
+    is_next_BL = falling_BL[:, 1:] != falling_BL[:, :-1] if ties else torch.ones_like(is_ranked_BL[:, 1:])
+    rank_BL = torch.zeros_like(position_BL).scatter(1, position_BL[:, 1:], is_next_BL.cumsum(1))
+    return rank_BL.masked_fill(~is_ranked_BL, -1)
 
 
 def _has_stopped(z_BL: Tensor, may_stop_BL: Tensor, rule: Rule) -> Tensor:

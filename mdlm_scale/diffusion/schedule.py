@@ -47,21 +47,6 @@ class Schedule:
             case _:
                 return -torch.expm1(-self.sigma(t))
 
-    def time(self, mask_prob: Tensor) -> Tensor:
-        """The t at which P(masked) is this; 0 where it is less than at any t."""
-        match self.name:
-            case ScheduleName.loglinear:
-                t = mask_prob / (1 - self.e)
-            case ScheduleName.cosine:
-                t = 4 / math.pi * torch.asin(torch.sqrt(mask_prob / (2 * (1 - self.e))))
-            case ScheduleName.cosine_squared:
-                t = 2 / math.pi * torch.asin(torch.sqrt(mask_prob / (1 - self.e)))
-            case ScheduleName.linear:
-                t = (-torch.log1p(-mask_prob) - self.sigma_min) / (self.sigma_max - self.sigma_min)
-            case ScheduleName.geometric:
-                t = torch.log(-torch.log1p(-mask_prob) / self.sigma_min) / math.log(self.sigma_max / self.sigma_min)
-        return t.clamp(0, 1)
-
     def dalpha(self, t: Tensor) -> Tensor:
         """The derivative of alpha by t."""
         match self.name:
