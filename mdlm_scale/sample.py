@@ -15,7 +15,7 @@ never changes. In --infill each ___ is a gap of --gap tokens. The text between g
 tokenizer puts a space into the word behind it, write "The___ sat". Neither --num nor --batch changes a sample."""
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mdlm_scale.sample", description=(__doc__ or "").splitlines()[0], epilog=RULE)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="a run directory or a step-... directory")
@@ -38,11 +38,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--report", action="store_true", help="entropy, distinct n-grams and repetition of the samples")
     add("--judge", metavar="NAME", help="report generative perplexity too, under this causal LM: a name or a folder")
     add("--json", metavar="FILE", help="write the samples here too, one JSON object a line")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    args = parsed(arguments)
+    args = parser.parse_args(arguments)
     from mdlm_scale.errors import UserError  # heavy imports come after the arguments: --help answers at once
     from mdlm_scale.run.sample import main as run
 

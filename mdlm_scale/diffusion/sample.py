@@ -2,10 +2,9 @@
 
 `logits(z_BL, t_B, rows_M) -> logits_MV` scores the given rows of the flattened batch. When a position is unmasked
 depends neither on what it becomes nor on the network, so that is decided first, for all positions: a row then passes
-through the network only when one of its tokens is drawn, and through its head only there. That is the law of the plain
-loop over all steps, with less work and nothing to cache. Each position is drawn once, by numbers that are functions of
-(seed, sample number, position): a sample does not depend on the others in its batch. Draws are float64, because in
-float32 the tail of a large vocabulary is cut off.
+through the network only when one of its tokens is drawn, and through its head only there. That is the law of the loop
+over all steps, with nothing to cache. Each position is drawn once, by numbers that are functions of (seed, sample
+number, position): a sample does not depend on others. Draws are float64: float32 cuts off a large vocabulary's tail.
 B samples, N positions, L of them in a window, M rows about to be drawn, V vocabulary.
 """
 
@@ -79,22 +78,19 @@ def moments(schedule: Schedule, rule: Rule, u_BL: Tensor) -> tuple[Tensor, Tenso
     P(masked at t | masked at 1) = mask_prob(t) / mask_prob(1), so a uniform number `u` says it. In steps from t to s it
     is the step in which that moment lies. The last step takes all that is left, also if masks are left at t = 0.
     """
-    is_one_by_one = rule.order is Order.first_hitting
-    num_steps = FINE_STEPS if is_one_by_one else rule.num_steps
+    num_steps = FINE_STEPS if rule.order is Order.first_hitting else rule.num_steps
     edges = torch.arange(1, num_steps + 1, dtype=torch.float64, device=u_BL.device) / num_steps
     mask_prob = schedule.mask_prob(edges)
     step_BL = torch.searchsorted(mask_prob[:-1] / mask_prob[-1], u_BL, right=True)
-    return u_BL if is_one_by_one else step_BL, edges[step_BL]
+    return u_BL if rule.order is Order.first_hitting else step_BL, edges[step_BL]
 
 
 def draw(logits_MV: Tensor, u_M: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """A token for each row by inverting its distribution function at `u_M`, and what probability the network gave it
     before temperature and top-p. Never the mask, never padding."""
-    parts = [_draw(*part, rule) for part in zip(logits_MV.split(CHUNK_ROWS), u_M.split(CHUNK_ROWS), strict=True)]
-    return torch.cat([token_M for token_M, _ in parts]), torch.cat([p_M for _, p_M in parts])
-
-
-def _draw(logits_MV: Tensor, u_M: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    if len(u_M) > CHUNK_ROWS:
+        parts = [draw(*part, rule) for part in zip(logits_MV.split(CHUNK_ROWS), u_M.split(CHUNK_ROWS), strict=True)]
+        return torch.cat([token_M for token_M, _ in parts]), torch.cat([p_M for _, p_M in parts])
     logits_MV = logits_MV[:, : rule.vocab_size].double()
     logits_MV = logits_MV.index_fill(1, torch.tensor(rule.mask_id, device=u_M.device), -torch.inf)
     p_MV = law_MV = torch.softmax(logits_MV, dim=1)

@@ -16,10 +16,9 @@ from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.errors import ConfigError
 
 Judge = tuple[Any, Any]  # a causal language model and its tokenizer, of Hugging Face
-Figures = dict[str, float | None]
 
 
-def report(samples: list[list[int]], tokenizer: Tokenizer | None = None, judge: Judge | None = None) -> Figures:
+def report(samples: list[list[int]], tokenizer: Tokenizer | None = None, judge: Judge | None = None) -> dict[str, Any]:
     """entropy         of the frequencies of tokens in a sample, in nats; mean over samples
     distinct_n      different n-grams over all n-grams, of all samples together
     repetition_4    share of a sample's 4-grams that stood in it before; mean over samples
@@ -28,7 +27,7 @@ def report(samples: list[list[int]], tokenizer: Tokenizer | None = None, judge: 
     """
     entropies = [-sum(n / len(ids) * math.log(n / len(ids)) for n in Counter(ids).values()) for ids in samples]
     grams = {n: [list(zip(*(ids[i:] for i in range(n)), strict=False)) for ids in samples] for n in (1, 2, 3, 4)}
-    found: Figures = {"entropy": sum(entropies) / len(entropies)}
+    found: dict[str, Any] = {"entropy": sum(entropies) / len(entropies)}
     for n in (1, 2, 3):
         together = [gram for each in grams[n] for gram in each]
         found[f"distinct_{n}"] = len(set(together)) / len(together) if together else None

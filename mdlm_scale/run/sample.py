@@ -6,7 +6,6 @@ import os
 import time
 from argparse import Namespace
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from mdlm_scale.run.quality import Judge
 GAP = "___"
 
 
+@torch.inference_mode()
 def main(asked: Namespace) -> int:
     """`python -m mdlm_scale.sample`: print samples, and write them as JSON lines if asked."""
     log_module.start()
@@ -47,37 +47,34 @@ def main(asked: Namespace) -> int:
     steps = None if rule.order is Order.first_hitting else rule.num_steps
     told = {"seed": rule.seed, "sampler": rule.order, "steps": steps, "departures": rule.departures()}
     note = f" (not the model's law: {', '.join(rule.departures())})" if rule.departures() else ""
-    samples: list[list[int]] = []
+    lines: list[dict[str, Any]] = []
     work, started = Counter[str](), time.monotonic()
 
     def network(z_BL: Tensor, t_B: Tensor, rows_M: Tensor) -> Tensor:
-        log_module.live(f"sampling {len(samples)} of {asked.num} done | {work['network calls']:,} network calls")
+        log_module.live(f"sampling {len(lines)} of {asked.num} done | {work['network calls']:,} network calls")
         work.update({"network calls": 1, "rows in them": len(z_BL), "rows through the head": len(rows_M)})
         return model.logits(z_BL, shape.sigma(t_B), rows_M)
 
-    with open(asked.json, "w", encoding="utf-8") if asked.json else nullcontext() as out, torch.inference_mode():
-        for first in range(0, asked.num, asked.batch):
-            sample_B = torch.arange(first, min(first + asked.batch, asked.num), device=device)
-            z_BN, wanted_B = generate(
-                network, shape, rule, template_N.to(device).expand(len(sample_B), -1), sample_B,
-                width=width, stride=asked.stride or max(1, width // 2),
-            )  # fmt: skip
-            log_module.end_live()
-            for number, ids, wanted in zip(sample_B.tolist(), z_BN.tolist(), wanted_B.tolist(), strict=True):
-                samples.append(ids[:wanted])
-                text = tokenizer.decode(samples[-1])
-                print(f"--- sample {number}{note}\n{text}", flush=True)
-                if out:
-                    out.write(json.dumps({"sample": number, **told, "text": text, "ids": samples[-1]}) + "\n")
-        seconds, num_tokens = time.monotonic() - started, sum(map(len, samples))
-        rate = f"{num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:,.1f} tokens/s"
-        effort = ", ".join(f"{count:,} {what}" for what, count in work.items())
-        log.info(f"{rule.order}{f', {steps} steps' if steps else ''}: {asked.num} samples, {rate}; {effort}")
-        if asked.report or judge:
-            found = quality.report(samples, tokenizer, judge)
-            print("--- report", *(f"{key:15} {value}" for key, value in found.items()), sep="\n")
-            if out:
-                out.write(json.dumps({"report": found | {"judge": asked.judge}}) + "\n")
+    for first in range(0, asked.num, asked.batch):
+        sample_B = torch.arange(first, min(first + asked.batch, asked.num), device=device)
+        z_BN, stride = template_N.to(device).expand(len(sample_B), -1), asked.stride or max(1, width // 2)
+        z_BN, wanted_B = generate(network, shape, rule, z_BN, sample_B, width=width, stride=stride)
+        log_module.end_live()
+        for ids, wanted in zip(z_BN.tolist(), wanted_B.tolist(), strict=True):
+            text = tokenizer.decode(ids[:wanted])
+            print(f"--- sample {len(lines)}{note}\n{text}", flush=True)
+            lines.append({"sample": len(lines), **told, "text": text, "ids": ids[:wanted]})
+    seconds, samples = time.monotonic() - started, [line["ids"] for line in lines]
+    num_tokens = sum(int((template_N[: len(ids)] == rule.mask_id).sum()) for ids in samples)  # without those given
+    rate = f"{num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:,.1f} tokens/s"
+    effort = ", ".join(f"{count:,} {what}" for what, count in work.items())
+    log.info(f"{rule.order}{f', {steps} steps' if steps else ''}: {asked.num} samples, {rate}; {effort}")
+    if asked.report or judge:
+        found = quality.report(samples, tokenizer, judge)
+        print("--- report", *(f"{key:15} {value}" for key, value in found.items()), sep="\n")
+        lines.append({"report": found | {"judge": asked.judge}})
+    if asked.json:
+        Path(asked.json).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return 0
 
 
@@ -123,6 +120,7 @@ def _template(asked: Namespace, trained: "Trained") -> tuple[list[int], list[str
 
 def _faults(asked: Namespace) -> list[str]:
     """What is wrong with the request itself."""
+    file = Path(asked.json) if asked.json else None
     counts = {name: getattr(asked, name) for name in ("num", "batch", "steps", "length", "gap")}
     wrong = {f"--{name} {n} must be at least 1.": n is not None and n < 1 for name, n in counts.items()} | {
         f"--steps {asked.steps} is of ancestral and confidence: first-hitting draws token by token.":
@@ -130,8 +128,8 @@ def _faults(asked: Namespace) -> list[str]:
         f"--temperature {asked.temperature} must be a number of at least 0.": not 0 <= asked.temperature < math.inf,
         f"--top-p {asked.top_p} must lie in (0, 1].": not 0 < asked.top_p <= 1,
         f"--seed {asked.seed} must lie in 0 .. 2^64 - 1.": not 0 <= asked.seed < 2**64,
-        f"--json {asked.json} cannot be written: it is a folder, or its folder is missing or not yours.":
-            asked.json and (Path(asked.json).is_dir() or not os.access(Path(asked.json).parent, os.W_OK)),
+        f"--json {asked.json} cannot be written: it is a folder, its folder is missing, or it is not yours.":
+            file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)),
     }  # fmt: skip
     return [fault for fault, is_so in wrong.items() if is_so]
 
@@ -157,7 +155,7 @@ def find_trained(path: Path) -> Trained:
     size, theirs = tokenizer.vocab_size, manifest["tensors"]["ema/embed.weight"]["shape"][0]
     if tokenizer.fingerprint != manifest["fingerprints"]["tokenizer"] or size != theirs:
         raise CheckpointError(
-            f"tokenizer.name={config.tokenizer.name} (V {size}) is not the one {folder} (V {theirs}) was trained with."
+            f"tokenizer.name={config.tokenizer.name} (V {size}) is not that of {folder} (V {theirs})."
         )
     return Trained(folder, manifest, config, tokenizer)
 
