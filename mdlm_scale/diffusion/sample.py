@@ -52,10 +52,9 @@ def generate(
 ) -> tuple[Tensor, Tensor]:
     """`z_BN` with its masks filled, and how many tokens of each are wanted; what was no mask stays as it is.
 
-    More than `width` positions are filled by windows, each `stride` further on, with what it shares with the one before
-    as its beginning. The wanted part of a sample is the same with and without a `stop_id`: what follows is left masked
-    only if nothing before it is masked. A row's first token and a window's last may be the frame of training's rows:
-    there a `stop_id` does not count.
+    More than `width` positions are filled by windows, each `stride` further on, behind what it shares with the one
+    before. What is wanted is the same with and without a `stop_id`: what follows is left masked only if nothing before
+    it is. A `stop_id` may be the frame of a row of training: as the first token or a window's last it does not count.
     """
     z_BN, num_positions = z_BN.clone(), z_BN.shape[1]
     starts = [*range(0, num_positions - width, stride), max(0, num_positions - width)]
@@ -73,10 +72,10 @@ def generate(
 
 
 def moments(schedule: Schedule, rule: Rule, u_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """When each position is unmasked if it is masked at t = 1: a number that falls as time does, and t itself.
+    """When each position is unmasked if it is masked at t = 1: a number that grows with t, and t itself.
 
-    P(masked at t | masked at 1) = mask_prob(t) / mask_prob(1), so a uniform number `u` says it. In steps from t to s it
-    is the step in which that moment lies. The last step takes all that is left, also if masks are left at t = 0.
+    P(masked at t | masked at 1) = mask_prob(t) / mask_prob(1), so a uniform number says it; of T steps it is that in
+    which the moment lies. The last step takes all that is left, also if masks are left at t = 0.
     """
     num_steps = FINE_STEPS if rule.order is Order.first_hitting else rule.num_steps
     edges = torch.arange(1, num_steps + 1, dtype=torch.float64, device=u_BL.device) / num_steps

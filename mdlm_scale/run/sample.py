@@ -48,10 +48,12 @@ def main(asked: Namespace) -> int:
     told = {"seed": rule.seed, "sampler": rule.order, "steps": steps, "departures": rule.departures()}
     note = f" (not the model's law: {', '.join(rule.departures())})" if rule.departures() else ""
     lines: list[dict[str, Any]] = []
-    work, started = Counter[str](), time.monotonic()
+    work, started, num_masks = Counter[str](), time.monotonic(), int((template_N == rule.mask_id).sum())
+    again = (1 + min(rule.num_steps, num_masks)) / 2 if rule.order is Order.confidence else 1  # draws of a token
 
     def network(z_BL: Tensor, t_B: Tensor, rows_M: Tensor) -> Tensor:
-        log_module.live(f"sampling {len(lines)} of {asked.num} done | {work['network calls']:,} network calls")
+        done = min(1.0, work["rows through the head"] / (asked.num * num_masks * again))
+        log_module.live(f"sampling {done:4.0%} | {len(lines)} of {asked.num} done | {work['network calls']:,} calls")
         work.update({"network calls": 1, "rows in them": len(z_BL), "rows through the head": len(rows_M)})
         return model.logits(z_BL, shape.sigma(t_B), rows_M)
 
@@ -70,9 +72,8 @@ def main(asked: Namespace) -> int:
     effort = ", ".join(f"{count:,} {what}" for what, count in work.items())
     log.info(f"{rule.order}{f', {steps} steps' if steps else ''}: {asked.num} samples, {rate}; {effort}")
     if asked.report or judge:
-        found = quality.report(samples, tokenizer, judge)
-        print("--- report", *(f"{key:15} {value}" for key, value in found.items()), sep="\n")
-        lines.append({"report": found | {"judge": asked.judge}})
+        lines.append({"report": quality.report(samples, tokenizer, judge) | {"judge": asked.judge}})
+        print("--- report", *(f"{key:15} {value}" for key, value in lines[-1]["report"].items()), sep="\n")
     if asked.json:
         Path(asked.json).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return 0
