@@ -2,8 +2,8 @@
 
 Continuous time (MDLM, equation 10): E_t [ weight(t) * sum over masked tokens of -log p(x | z_t) ]. Discrete time with
 T steps (equation 8): the same with the weight T * (alpha_s - alpha_t) / (1 - alpha_t), s = t - 1/T. Losses are sums of
-weighted nats, computed in `model/head` on masked rows only; one division by the number of real tokens gives the mean.
-Published figures are this term alone: `prior` and `reconstruction` complete the bound and are reported apart.
+weighted nats; one division by the number of real tokens gives the mean. Published figures are this term alone: `prior`
+and `reconstruction` complete the bound and are reported apart.
 """
 
 import math
@@ -29,6 +29,16 @@ def weight(schedule: Schedule, t: Tensor, *, num_times: int | None, kind: LossWe
 def previous(t: Tensor, num_times: int) -> Tensor:
     """s = t - 1/T on the grid of multiples of 1/T, exactly 0 before the first."""
     return (torch.round(t * num_times) - 1) / num_times
+
+
+def nll(log_probs_BLV: Tensor, x_BL: Tensor, weight_B: Tensor) -> Tensor:
+    """The bound per token, (B, L): with SUBS log-probabilities a readable token costs nothing."""
+    return -weight_B[:, None] * log_probs_BLV.gather(-1, x_BL[..., None]).squeeze(-1)
+
+
+def nelbo_sum(log_probs_BLV: Tensor, x_BL: Tensor, is_token_BL: Tensor, weight_B: Tensor) -> Tensor:
+    """The bound summed over the real tokens. Training computes the same number in `model/head`, on masked rows only."""
+    return nll(log_probs_BLV, x_BL, weight_B)[is_token_BL].sum()
 
 
 def prior(schedule: Schedule, vocab_size: int) -> float:

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from formulas import nelbo_sum, nll, posterior_probs, subs_log_probs
 from torch import Tensor
 
 from mdlm_scale.config import DiffusionConfig, LossWeight, ScheduleName
 from mdlm_scale.diffusion import objective
+from mdlm_scale.diffusion.posterior import posterior_probs, subs_log_probs
 from mdlm_scale.diffusion.schedule import Schedule, from_config
 
 V, MASK_ID = 4, 1
@@ -40,7 +40,7 @@ def probs_of_z(schedule: Schedule, t_T: Tensor) -> Tensor:
 
 def weighted_cross_entropy(schedule: Schedule, t_T: Tensor, weight_T: Tensor, log_probs_KLV: Tensor) -> Tensor:
     """The exact expectation of the bound's integrand over z_t, at each time, (T,)."""
-    nll_K = nll(log_probs_KLV, X_L.expand(4, 2), torch.ones(4, dtype=torch.float64)).sum(1)
+    nll_K = objective.nll(log_probs_KLV, X_L.expand(4, 2), torch.ones(4, dtype=torch.float64)).sum(1)
     return weight_T * (probs_of_z(schedule, t_T) @ nll_K)
 
 
@@ -153,13 +153,13 @@ def test_nelbo_sum_is_the_formula_over_the_masked_real_tokens() -> None:
     first = math.log(math.exp(0.5) + math.exp(-1.0) + math.exp(2.0)) - 0.5
     second = math.log(math.exp(-2.0) + math.exp(0.1) + math.exp(0.2)) - 0.1
     # a handful of roundings
-    assert nelbo_sum(log_probs_BLV, x_BL, is_token_BL, weight_B).item() == pytest.approx(
+    assert objective.nelbo_sum(log_probs_BLV, x_BL, is_token_BL, weight_B).item() == pytest.approx(
         1.5 * first + 4.0 * second, rel=1e-14
     )
 
 
 def test_readable_tokens_cost_nothing() -> None:
-    nll_KL = nll(network(True), X_L.expand(4, 2), torch.full((4,), 3.0, dtype=torch.float64))
+    nll_KL = objective.nll(network(True), X_L.expand(4, 2), torch.full((4,), 3.0, dtype=torch.float64))
     assert (nll_KL[~IS_MASKED_KL] == 0).all()
 
 

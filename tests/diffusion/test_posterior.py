@@ -7,10 +7,9 @@ import itertools
 
 import pytest
 import torch
-from formulas import forward_probs, posterior_probs, subs_log_probs
 from torch import Tensor
 
-from mdlm_scale.diffusion.posterior import stay_masked_prob
+from mdlm_scale.diffusion.posterior import forward_probs, posterior_probs, stay_masked_prob, subs_log_probs
 
 V, MASK_ID = 5, 2
 CLEAN = [v for v in range(V) if v != MASK_ID]

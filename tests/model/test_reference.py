@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from convert_names import from_original, original_name
-from formulas import subs_log_probs
 from safetensors import safe_open
 from torch import Tensor
 
 from mdlm_scale.config import ModelConfig, ScheduleName
 from mdlm_scale.diffusion import objective
 from mdlm_scale.diffusion.corrupt import Batch, corrupt
+from mdlm_scale.diffusion.posterior import subs_log_probs
 from mdlm_scale.diffusion.schedule import Schedule
 from mdlm_scale.model.dit import DiT
+from mdlm_scale.model.names import from_original, original_name
 from mdlm_scale.run.ema import decay_at
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from convert_names import from_original, original_name, to_original
 from torch import Tensor
 
 from mdlm_scale.config import ModelConfig
 from mdlm_scale.model.dit import DiT
+from mdlm_scale.model.names import from_original, original_name, to_original
 
 CONFIG = ModelConfig(hidden_size=12, num_layers=11, num_heads=3, cond_size=4)  # block numbers of one and two digits
 QKV = "blocks.0.qkv.weight"
