@@ -54,6 +54,7 @@ def main(config_path: str, overrides: list[str], check_only: bool) -> int:
             groups.open(device, config.parallel.start_minutes, config.parallel.tp_size)
         groups.agree("The ranks differ", _identity(config))
         data = _read_data(config)
+        _check_init_from(config, data, groups)
         if check_only:
             if ranks.rank == 0:
                 _print_plan(config, data, ranks)
@@ -177,6 +178,24 @@ def _resume_point(config: Config) -> Path | None:
     return checkpoint.newest(folder)
 
 
+def _check_init_from(config: Config, data: Data, groups: Groups) -> None:
+    """The checkpoint that a new run is to begin from is sound, and of a model like this one."""
+    if config.run.init_from is None or checkpoint.newest(Path(config.run.dir)) is not None:
+        return
+    if (path := checkpoint.newest(Path(config.run.init_from))) is None:
+        raise CheckpointError(f"run.init_from={config.run.init_from} is no checkpoint, nor a run directory with one.")
+    manifest, now = checkpoint.read_manifest(path), config_module.to_tree(config)["model"]
+    groups.agree("The ranks see other files", {"run.init_from": manifest["files"]})
+    now |= {"vocabulary": data.tokenizer.vocab_size, "tokenizer": data.tokenizer.fingerprint}
+    before = manifest["config"]["model"] | {"dropout": now["dropout"], "tokenizer": now["tokenizer"]}
+    before |= {"vocabulary": manifest["tensors"].get("ema/embed.weight", {"shape": [None]})["shape"][0]}
+    before |= manifest["fingerprints"]
+    found = [f"{key} is {before.get(key)} there, {now[key]} here" for key in now if before.get(key) != now[key]]
+    raise_if_any(
+        (f"run.init_from={path}: {fault}." for fault in found + checkpoint.damage(path, groups)), CheckpointError
+    )
+
+
 def _train(config: Config, groups: Groups, device: torch.device, data: Data, notes: list[str]) -> int:
     rank, folder = groups.ranks.rank, Path(config.run.dir)
     if rank == 0:
@@ -197,6 +216,9 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, not
         own_layout,
         groups,
     )
+    if resume_from is None and config.run.init_from and (path := checkpoint.newest(Path(config.run.init_from))):
+        checkpoint.restore(path, engine, None)
+        notes = [f"began with the averaged weights of {path}", *notes]
     ema = Ema(engine, config.ema.decay)
     state = State()
     if resume_from is not None:
