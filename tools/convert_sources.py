@@ -158,7 +158,7 @@ def _open_hugging_face(folder: Path) -> Source:
     if kind not in ("mdlm_scale", "mdlm"):
         raise CheckpointError(f"{folder} is of model_type {kind!r}, which is unknown. It must be {RECOGNISED}.")
     fields = ("vocab_size", "model_length", "hidden_dim", "cond_dim", "n_blocks", "n_heads")
-    faults = [f"config.json: {name}={told.get(name)!r} must be a whole number above 0."
+    faults = [f"{folder / 'config.json'}: {name}={told.get(name)!r} must be a whole number above 0."
               for name in fields if type(told.get(name)) is not int or told[name] < 1]  # fmt: skip
     try:
         tensors = _tensors_of(folder)
