@@ -1,4 +1,4 @@
-"""Checkpoints as the original code writes them, from tensors that it produced (model/golden), for tests of conversion."""
+"""Checkpoints as the original code writes them, from tensors that it produced (model/golden): to be converted."""
 
 import json
 import os
@@ -28,7 +28,7 @@ VOCAB, LENGTH = 97, 32
 
 
 def golden() -> dict[str, Tensor]:
-    """The tensors of one case: `state_dict/...`, `xt`, `logits`, `log_probs`, ...; all of `MDLM_REFERENCE` if it is set."""
+    """The tensors of one case: `state_dict/...`, `xt`, `logits`, ...; of the full file if MDLM_REFERENCE names it."""
     if "MDLM_REFERENCE" in os.environ:
         case = torch.load(os.environ["MDLM_REFERENCE"], weights_only=True)["cases"]["base"]
         weights = {f"state_dict/{name}": tensor for name, tensor in case["state_dict"].items()}
