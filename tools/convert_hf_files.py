@@ -81,8 +81,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:
             theirs.add_special_tokens({"mask_token": "[MASK]"})
         if theirs.mask_token_id != tokenizer.mask_id:
             raise ConfigError(
-                f"The ids of the tokenizer '{tokenizer.name}' have gaps: it has no mask token, and would give a "
-                f"new one id {theirs.mask_token_id} where the model has {tokenizer.mask_id}. Add the token to it, with that id."
+                f"The ids of the tokenizer '{tokenizer.name}' have gaps: it has no mask token, and would give a new "
+                f"one id {theirs.mask_token_id}; the model has {tokenizer.mask_id}. Add the token to it, with that id."
             )
         theirs.save_pretrained(folder)
         return

@@ -77,7 +77,7 @@ class MdlmForMaskedLM(PreTrainedModel):
         `attention_mask` has no effect: in training every position reads every other, padding too.
         """
         logits_BLV = self.backbone.output_layer.linear(self.backbone.hidden(input_ids, timesteps))
-        loss = None
+        loss: Any = None
         if labels is not None:
             answer_BLV = without_mask(logits_BLV, self.config.mask_token_id)
             loss = F.cross_entropy(answer_BLV.flatten(0, 1), labels.flatten().to(logits_BLV.device), ignore_index=-100)

@@ -80,6 +80,7 @@ class _Rebuild:
     """One of the few calls that are answered; nothing can be written into it."""
 
     __slots__ = ("_answer",)
+    _answer: Callable[..., Any]
 
     def __init__(self, answer: Callable[..., Any]) -> None:
         object.__setattr__(self, "_answer", answer)

@@ -101,10 +101,10 @@ def checked(args: Namespace) -> Plan:
             source, tokenizer = _with_own_tokenizer(source)
     except UserError as error:
         errors.append(error)
+    mask_id = 0
     if source is not None:
-        mask_id = args.mask_id if args.mask_id is not None else source.mask_id
-        if mask_id is None:
-            mask_id = source.vocab_size - 1 if tokenizer is None else tokenizer.mask_id
+        last_id = source.vocab_size - 1 if tokenizer is None else tokenizer.mask_id
+        mask_id = next(i for i in (args.mask_id, source.mask_id, last_id) if i is not None)
         errors += [ConfigError(fault) for fault in _vocabulary_faults(source, tokenizer, mask_id)]
         if args.raw and "model" not in source.weights:
             errors.append(ConfigError(f"--raw: {source.path} has only averaged weights. Leave it out."))
@@ -187,7 +187,8 @@ def _write_hugging_face(folder: Path, plan: Plan) -> None:
     entries = {PREFIX + original_name(name): (name, stored[name]) for name in original_order(list(stored))}
     if plan.to == "mdlm":
         entries[ROTARY] = ("rotary", _rotary(source))
-    shards, room = [{}], plan.shard_bytes
+    shards: list[Entries] = [{}]
+    room = plan.shard_bytes
     for key, (name, weight) in entries.items():
         num_bytes = _meta(plan, weight).nbytes
         if num_bytes > room and shards[-1]:

@@ -167,7 +167,7 @@ def restore(path: Path, engine: Engine, ema: Ema | None) -> tuple[State, int]:
         if (stored := manifest["tensors"].get(key, {}).get("shape")) != (wanted := list(part.place.whole))
     ]
     if faults:
-        raise CheckpointError(*faults[:5], "It is of another model, or holds no moments (run.init_from takes weights).")
+        raise CheckpointError(*faults[:5], "It is of another model.")
     num_bytes = 0
     with ExitStack() as files:
         read = _reader(path, files)

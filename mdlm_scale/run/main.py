@@ -187,13 +187,11 @@ def _check_init_from(config: Config, data: Data, groups: Groups) -> None:
     manifest, now = checkpoint.read_manifest(path), config_module.to_tree(config)["model"]
     groups.agree("The ranks see other files", {"run.init_from": manifest["files"]})
     now |= {"vocabulary": data.tokenizer.vocab_size, "tokenizer": data.tokenizer.fingerprint}
-    before = manifest["config"]["model"] | {"dropout": now["dropout"], "tokenizer": now["tokenizer"]}
-    before |= {"vocabulary": manifest["tensors"].get("ema/embed.weight", {"shape": [None]})["shape"][0]}
-    before |= manifest["fingerprints"]
-    found = [f"{key} is {before.get(key)} there, {now[key]} here" for key in now if before.get(key) != now[key]]
-    raise_if_any(
-        (f"run.init_from={path}: {fault}." for fault in found + checkpoint.damage(path, groups)), CheckpointError
-    )
+    before = now | manifest["config"]["model"] | manifest["fingerprints"] | {"dropout": now["dropout"]}
+    before["vocabulary"] = manifest["tensors"].get("ema/embed.weight", {"shape": [None]})["shape"][0]
+    found = [f"{key} is {before[key]} there, {now[key]} here" for key in now if before[key] != now[key]]
+    found += checkpoint.damage(path, groups)
+    raise_if_any((f"run.init_from={path}: {fault}." for fault in found), CheckpointError)
 
 
 def _train(config: Config, groups: Groups, device: torch.device, data: Data, notes: list[str]) -> int:
@@ -281,8 +279,10 @@ def _conclude(config: Config, state: State, rank: int) -> int:
 
 def _compare_data(path: Path, data: Data) -> list[str]:
     """Refuse to go on with other tokens than the run began with; other validation rows are worth a note."""
-    before = checkpoint.read_manifest(path)["fingerprints"]
-    now = data.fingerprints()
+    manifest, now = checkpoint.read_manifest(path), data.fingerprints()
+    if "converted" in manifest:
+        raise CheckpointError(f"{path} was converted and has no moments: begin a new run with run.init_from={path}.")
+    before = manifest["fingerprints"]
     differing = [key for key in now if before.get(key) != now[key]]
     if set(differing) - {"data.validation"}:
         raise CheckpointError(

@@ -224,10 +224,7 @@ def prune(folder: Path, config: CheckpointConfig, verified: Path) -> None:
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], contents: Iterable[Any] | None = None) -> str:
-    """A safetensors file, synced to disk, without a second copy of the tensors in memory; its sha256.
-
-    Buffers of `contents` are taken one by one in place of the tensors' own, which may then be on the meta device.
-    """
+    """A synced safetensors file of the tensors, not copied, or of `contents`, buffers taken one by one; its sha256."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
