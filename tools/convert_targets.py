@@ -15,9 +15,9 @@ from typing import Any
 
 import convert_hf_files as hf_files
 import torch
-import transformers  # noqa: F401 - tokenizers come with it; before memory is measured
 from convert_sources import PREFIX, ROTARY, Source, Weight, inverse_frequencies, open_source, original_order
 from torch import Tensor
+from transformers import AutoTokenizer  # noqa: F401 - used by what is called here; imported before memory is measured
 
 from mdlm_scale import config as config_module
 from mdlm_scale import log as log_module
@@ -112,7 +112,8 @@ def checked(args: Namespace) -> Plan:
         raise type(errors[0])(*dict.fromkeys(fault for error in errors for fault in error.faults))
     kind = "model" if args.raw or "ema" not in source.weights else "ema"
     for note in source.notes:
-        log.info(note)
+        if tokenizer is None or "--tokenizer" not in note:
+            log.info(note)
     if kind == "model" and not args.raw:
         log.info(f"{source.path} has no averaged (EMA) weights: its raw ones are taken")
     if asked is not None:
