@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mdlm_scale import config as config_module
 from mdlm_scale.config import Config, DataConfig, ModelConfig, ScheduleName, TokenizerConfig
-from mdlm_scale.errors import CheckpointError, ConfigError
+from mdlm_scale.errors import CheckpointError
 from mdlm_scale.log import live
 from mdlm_scale.model import dit
 from mdlm_scale.model.dit import DiT
@@ -79,12 +79,16 @@ def open_source(path: Path) -> Source:
     """A CheckpointError tells all that is wrong with it."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. It must be {RECOGNISED}.")
-    if path.is_file():
-        return _open_torch(path)
-    if (folder := checkpoint.newest(path)) is not None:
-        return _open_native(folder)
-    if (path / "config.json").is_file():
-        return _open_hugging_face(path)
+    folder = None if path.is_file() else checkpoint.newest(path)
+    try:
+        if path.is_file():
+            return _open_torch(path)
+        if folder is not None:
+            return _open_native(folder)
+        if (path / "config.json").is_file():
+            return _open_hugging_face(path)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # its descriptions are anybody's
+        raise CheckpointError(f"{path} does not describe itself as such files do ({error!r}).") from error
     raise CheckpointError(f"{path} is no checkpoint. It must be {RECOGNISED}.")
 
 
@@ -102,14 +106,13 @@ def original_order(names: list[str]) -> list[str]:
 
 def _open_native(folder: Path) -> Source:
     manifest = checkpoint.read_manifest(folder)
-    try:
-        config, index = config_module.from_tree(manifest["config"]), manifest["tensors"]
-        found = {kind: _of_kind(index, kind) for kind in ("model", "ema")}
-        vocab_size = next(entry["embed.weight"]["shape"][0] for entry in found.values() if "embed.weight" in entry)
-        fingerprint, step = manifest["fingerprints"].get("tokenizer"), manifest["state"]["step"]
-    except (KeyError, StopIteration, ConfigError) as error:
-        raise CheckpointError(f"{folder}: its manifest cannot be used ({error or 'no embed.weight'}).") from error
+    config, index = config_module.from_tree(manifest["config"]), manifest["tensors"]
+    found = {kind: _of_kind(index, kind) for kind in ("model", "ema")}
     found = {kind: entries for kind, entries in found.items() if entries}
+    if not all("embed.weight" in entries for entries in found.values()) or not found:
+        raise CheckpointError(f"{folder}: its manifest names no embed.weight of the model, or of its average.")
+    vocab_size = next(iter(found.values()))["embed.weight"]["shape"][0]
+    fingerprint, step = manifest["fingerprints"].get("tokenizer"), manifest["state"]["step"]
     live(f"reading {folder.name}, to compare every file with its sha256")
     faults = [f"it is damaged: {fault}" for fault in checkpoint.damaged_files(folder, manifest["files"])]
     expected = parameter_shapes(config.model, vocab_size)
@@ -164,6 +167,10 @@ def _open_hugging_face(folder: Path) -> Source:
         tensors = _tensors_of(folder)
     except CheckpointError as error:
         faults += error.faults
+    kinds: dict[str, tuple[Any, ...]] = {"dropout": (float, int), "time_conditioning": (bool,)}
+    kinds |= {"mask_token_id": (int, type(None)), "mask_index": (int, type(None))}
+    faults += [f"{folder / 'config.json'}: {name}={told[name]!r} is of a wrong type."
+               for name, kind in kinds.items() if name in told and type(told[name]) not in kind]  # fmt: skip
     if faults:
         raise CheckpointError(*faults)
     model = ModelConfig(
@@ -219,27 +226,29 @@ def _open_torch(path: Path) -> Source:
         raise CheckpointError(f"{path}: its state_dict is not the original's: no {PREFIX}vocab_embed.embedding, ...")
     hyper = saved.get("hyper_parameters", {}) or {}
 
-    def of_config(*keys: str) -> Any:
-        return convert_pickle.value_at(hyper, "config", *keys) if isinstance(hyper, dict) else None
+    def of_config(kind: type, *keys: str) -> Any:
+        value = convert_pickle.value_at(hyper, "config", *keys)
+        return value if type(value) is kind else None
 
     (vocab_size, width), notes = embed.shape, []
-    heads = width // (2 * rotary.shape[0]) if rotary else of_config("model", "n_heads")
+    heads = width // (2 * rotary.shape[0]) if rotary else of_config(int, "model", "n_heads")
     if not isinstance(heads, int):
         raise CheckpointError(f"{path}: the number of heads cannot be told: neither {ROTARY} nor a config says it.")
-    told = {name: of_config(*name.split(".")) for name in ("time_conditioning", "model.length", "noise.type")}
+    wanted = {"time_conditioning": bool, "model.length": int, "noise.type": str}
+    told = {name: of_config(kind, *name.split(".")) for name, kind in wanted.items()}
     if missing := [name for name, value in told.items() if value is None]:
         notes.append(
             f"its config does not tell {', '.join(missing)}: time_conditioning=false, 1024, loglinear are taken"
         )
-    dropout = of_config("model", "dropout")
-    model = ModelConfig(width, blocks, heads, cond.shape[0], 0.1 if dropout is None else float(dropout),
+    dropout = of_config(float, "model", "dropout")
+    model = ModelConfig(width, blocks, heads, cond.shape[0], 0.1 if dropout is None else dropout,
                         bool(told["time_conditioning"]))  # fmt: skip
-    config = Config(model=model, data=DataConfig(length=int(told["model.length"] or 1024)))
-    if (noise := str(told["noise.type"] or "loglinear")) in ScheduleName.__members__:
+    config = Config(model=model, data=DataConfig(length=told["model.length"] or 1024))
+    if (noise := told["noise.type"] or "loglinear") in ScheduleName.__members__:
         config = replace(config, diffusion=replace(config.diffusion, schedule=ScheduleName(noise)))
     else:
         notes.append(f"its noise.type is {noise}, which has no schedule here: loglinear is taken")
-    if name := of_config("data", "tokenizer_name_or_path"):
+    if name := of_config(str, "data", "tokenizer_name_or_path"):
         notes.append(f"its config names the tokenizer {name}: --tokenizer {name} would add it")
     weights = {"model": _by_our_names(path, model, vocab_size, tensors)}
     average = _average(path, saved.get("ema"), list(weights["model"]), parameter_shapes(model, vocab_size))

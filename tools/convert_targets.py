@@ -133,12 +133,20 @@ def _target_faults(args: Namespace) -> list[str]:
         return []
     if not args.force:
         return [f"DST {args.target} exists. Choose another folder, or --force to replace it."]
-    made = target.is_dir() and any((target / name).is_file() for name in (MANIFEST, "config.json"))
-    if made or (target.is_dir() and not any(target.iterdir())):
+    if target.is_dir() and (_was_converted(target) or not any(target.iterdir())):
         return []
-    return [
-        f"DST {args.target} holds no converted checkpoint (config.json or {MANIFEST}): --force does not replace it."
-    ]
+    return [f"DST {args.target} holds something else than a converted checkpoint: --force does not replace it."]
+
+
+def _was_converted(folder: Path) -> bool:
+    """Both descriptions say so: a checkpoint of a run, or shards of text, have a manifest too."""
+    for file, key in ((MANIFEST, "converted"), ("config.json", "mdlm_scale")):
+        try:
+            if key in json.loads((folder / file).read_text()):
+                return True
+        except (OSError, ValueError, TypeError):
+            continue
+    return False
 
 
 def _with_own_tokenizer(source: Source) -> tuple[Source, Tokenizer | None]:

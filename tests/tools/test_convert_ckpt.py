@@ -222,6 +222,8 @@ def cut_short(folder: Path) -> None:
             ["backbone.rotary_emb.inv_freq is not that of base 10000"],
         ),
         (with_fields(hidden_dim="64", n_blocks=None), ["hidden_dim='64' must be", "n_blocks=None must be"]),
+        (with_fields(dropout="low", mask_token_id=1.5), ["dropout='low' is of", "mask_token_id=1.5 is of"]),
+        (with_fields(mdlm_scale=3), ["does not describe itself as such files do"]),
         (with_fields(model_type="bert"), ["of model_type 'bert', which is unknown"]),
         (cut_short, ["no complete safetensors file"]),
         (lambda folder: (folder / "model.safetensors").unlink(), ["holds no model.safetensors"]),
@@ -245,6 +247,24 @@ def test_a_flipped_byte(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixt
     data[-1] ^= 1
     (native / "weights.safetensors").write_bytes(data)
     assert "weights.safetensors does not have the sha256 of the manifest" in refused(capfd, native, tmp_path / "out")
+
+
+def test_a_manifest_that_is_none(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    native = convert(trained, tmp_path / "native", "native")
+    manifest = json.loads((native / "manifest.json").read_text())
+    key = "ema/blocks.0.qkv.weight"
+    for changed, fault in (
+        ({"tensors": {}}, "names no embed.weight"),
+        ({"tensors": {k: v for k, v in manifest["tensors"].items() if k != key}}, f"missing keys: {key}"),
+        (
+            {"tensors": manifest["tensors"] | {key: {"shape": [96, 32], "dtype": "float32", "boxes": []}}},
+            "has 0 elements",
+        ),
+        ({"state": None}, "does not describe itself"),
+        ({"format": 99}, "has format 99, of another version"),
+    ):
+        (native / "manifest.json").write_text(json.dumps(manifest | changed))
+        assert fault in refused(capfd, native, tmp_path / "out"), changed.keys()
 
 
 def test_lightning_checkpoints_that_are_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -307,6 +327,9 @@ def test_targets_that_are_in_the_way(trained: Path, tmp_path: Path, capfd: pytes
     mine.mkdir()
     (mine / "thesis.txt").write_text("dear to me")
     assert "--force does not replace it" in refused(capfd, trained, mine, "--force")
+    step = checkpoint.newest(trained)
+    assert step is not None
+    assert "--force does not replace it" in refused(capfd, target, step, "--force")
     assert "is SRC, or one holds the other" in refused(capfd, target, target, "--force")
     assert "is SRC, or one holds the other" in refused(capfd, trained, trained.parent, "--force")
     assert "is SRC, or one holds the other" in refused(capfd, target, target / "inside")
