@@ -37,6 +37,7 @@ WandbMode = StrEnum("WandbMode", "off offline online")
 class RunConfig:
     dir: str = "runs/unnamed"  # everything the run writes; given again, the run resumes there
     seed: int = 0  # of the data order, the noise, the dropout and the initial weights
+    init_from: str | None = None  # a checkpoint whose averaged (EMA) weights a new run begins with, at step 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import json
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,16 @@ def _hugging_face(name: str) -> Tokenizer:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # it warns of rows longer than a model we do not use
+    load_from = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)  # nor is there a question about it
     try:
         try:
-            theirs = AutoTokenizer.from_pretrained(name, local_files_only=True)  # the network is asked last
+            theirs = load_from(name, local_files_only=True)  # the network is asked last
         except (OSError, ValueError):
             if Path(name).is_dir():
                 raise
             log.info(f"fetching tokenizer '{name}' from the Hugging Face hub")
             # asked for by its files: without a network this fails at once, where the class would retry for a minute
-            theirs = AutoTokenizer.from_pretrained(snapshot_download(name, allow_patterns=FILES))
+            theirs = load_from(snapshot_download(name, allow_patterns=FILES))
     except (OSError, ValueError, KeyError) as error:
         kind = BARE if Path(name).is_dir() else "is no folder here and could not be fetched"
         raise ConfigError(

@@ -97,14 +97,13 @@ def newest_sound(folder: Path, groups: Groups) -> Path | None:
 
     Damaged ones are told. If there is nothing else, that is an error: to begin anew would be no resume.
     """
-    rank, size = groups.ranks.rank, groups.ranks.size
+    rank = groups.ranks.rank
     found: list[str] = groups.gather([path.name for path in listed(folder)] if rank == 0 else None)[0]
     damaged = []
     for name in reversed(found):
-        faults = [fault for theirs in groups.gather(_damage(folder / name, rank, size)) for fault in theirs]
-        if not faults:
+        if not (faults := damage(folder / name, groups)):
             return folder / name
-        damaged.append(f"{folder / name} is damaged: {'; '.join(dict.fromkeys(faults))}.")
+        damaged.append(f"{folder / name} is damaged: {'; '.join(faults)}.")
         if rank == 0:
             log.warning(damaged[-1])
     if damaged:
@@ -154,10 +153,14 @@ def damaged_files(path: Path, files: dict[str, Any]) -> list[str]:
     return found
 
 
-def restore(path: Path, engine: Engine, ema: Ema) -> tuple[State, int]:
-    """Read this rank's part of weights, moments and EMA into place; the counters, and the bytes that were read."""
-    manifest = read_manifest(path)
-    own = parts(engine.shards(), ema)
+def restore(path: Path, engine: Engine, ema: Ema | None) -> tuple[State, int]:
+    """Read this rank's part of weights, moments and EMA into place; the counters, and the bytes that were read.
+
+    Without `ema` a new run begins: with the averaged weights, from step 0.
+    """
+    manifest, shards = read_manifest(path), engine.shards()
+    begun = {f"ema/{name}": Part(shard.master, shard.start, shard.place) for name, shard in shards.items()}
+    own = begun if ema is None else parts(shards, ema)
     faults = [
         f"{path} has no {key}" if key not in manifest["tensors"] else f"{path}: {key} has shape {stored}, not {wanted}"
         for key, part in own.items()
@@ -170,8 +173,8 @@ def restore(path: Path, engine: Engine, ema: Ema) -> tuple[State, int]:
         read = _reader(path, files)
         for key, part in own.items():
             for offset, target in part.boxes():
-                num_bytes += _fill(target, offset, manifest["tensors"][key]["boxes"], read)
-    state = State(**manifest["state"])
+                num_bytes += fill(target, offset, manifest["tensors"][key]["boxes"], read)
+    state = State() if ema is None else State(**manifest["state"])
     engine.loaded(state.updates)
     return state, num_bytes
 
@@ -181,7 +184,7 @@ def read_tensor(path: Path, manifest: dict[str, Any], key: str) -> Tensor:
     entry = manifest["tensors"][key]
     whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     with ExitStack() as files:
-        _fill(whole, [0] * whole.dim(), entry["boxes"], _reader(path, files))
+        fill(whole, [0] * whole.dim(), entry["boxes"], _reader(path, files))
     return whole
 
 
@@ -208,7 +211,7 @@ def _reader(path: Path, files: ExitStack) -> Read:
     return read
 
 
-def _fill(target: Tensor, offset: list[int], boxes: list[dict[str, Any]], read: Read) -> int:
+def fill(target: Tensor, offset: list[int], boxes: list[dict[str, Any]], read: Read) -> int:
     """Fill `target`, which begins at `offset` of the whole tensor, from stored boxes; the bytes that were read."""
     filled, num_bytes = 0, 0
     for box in boxes:
@@ -229,13 +232,14 @@ def _fill(target: Tensor, offset: list[int], boxes: list[dict[str, Any]], read: 
     return num_bytes
 
 
-def _damage(path: Path, rank: int, size: int) -> list[str]:
-    """What is wrong with the manifest, or with this rank's share of the files."""
-    manifest = _json(path / MANIFEST)
-    if not isinstance(manifest, dict) or "files" not in manifest:
-        return [f"{MANIFEST} is missing or no manifest"]
-    files = manifest["files"]
-    return damaged_files(path, {name: files[name] for name in sorted(files)[rank::size]})
+def damage(path: Path, groups: Groups) -> list[str]:
+    """What is wrong with the manifest and the files; the ranks share the reading."""
+    manifest, rank, size = _json(path / MANIFEST), groups.ranks.rank, groups.ranks.size
+    own = [f"{MANIFEST} is missing or no manifest"]
+    if isinstance(manifest, dict) and "files" in manifest:
+        files = manifest["files"]
+        own = damaged_files(path, {name: files[name] for name in sorted(files)[rank::size]})
+    return list(dict.fromkeys(fault for theirs in groups.gather(own) for fault in theirs))
 
 
 def _json(file: Path) -> Any:

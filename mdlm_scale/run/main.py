@@ -55,6 +55,7 @@ def main(config_path: str, overrides: list[str], check_only: bool, num_ranks: in
             groups.open(device, config.parallel.start_minutes, config.parallel.tp_size)
         groups.agree("The ranks differ", _identity(config))
         data = _read_data(config)
+        _check_init_from(config, data, groups)
         if check_only:
             if ranks.rank == 0:
                 _print_plan(config, data, planned)
@@ -170,6 +171,22 @@ def _resume_point(config: Config) -> Path | None:
     return checkpoint.newest(folder)
 
 
+def _check_init_from(config: Config, data: Data, groups: Groups) -> None:
+    """The checkpoint that a new run is to begin from is sound, and of a model like this one."""
+    if config.run.init_from is None or checkpoint.newest(Path(config.run.dir)) is not None:
+        return
+    if (path := checkpoint.newest(Path(config.run.init_from))) is None:
+        raise CheckpointError(f"run.init_from={config.run.init_from} is no checkpoint, nor a run directory with one.")
+    manifest, now = checkpoint.read_manifest(path), config_module.to_tree(config)["model"]
+    groups.agree("The ranks see other files", {"run.init_from": manifest["files"]})
+    now |= {"vocabulary": data.tokenizer.vocab_size, "tokenizer": data.tokenizer.fingerprint}
+    before = now | manifest["config"]["model"] | manifest["fingerprints"] | {"dropout": now["dropout"]}
+    before["vocabulary"] = manifest["tensors"].get("ema/embed.weight", {"shape": [None]})["shape"][0]
+    found = [f"{key} is {before[key]} there, {now[key]} here" for key in now if before[key] != now[key]]
+    found += checkpoint.damage(path, groups)
+    raise_if_any((f"run.init_from={path}: {fault}." for fault in found), CheckpointError)
+
+
 def _train(config: Config, groups: Groups, device: torch.device, data: Data, notes: list[str], started: float) -> int:
     rank, folder = groups.ranks.rank, Path(config.run.dir)
     if rank == 0:
@@ -188,6 +205,9 @@ def _train(config: Config, groups: Groups, device: torch.device, data: Data, not
         return init.init_range(seed, name, rules[name], start, numel)
 
     engine = build.build_engine(config, model, init_range, device, own_layout, groups)
+    if resume_from is None and config.run.init_from and (path := checkpoint.newest(Path(config.run.init_from))):
+        checkpoint.restore(path, engine, None)
+        notes = [f"began with the averaged weights of {path}", *notes]
     ema = Ema(engine, config.ema.decay)
     state = State()
     if resume_from is not None:
@@ -251,8 +271,10 @@ def _conclude(config: Config, state: State, rank: int, stop: Stop) -> int:
 
 def _compare_data(path: Path, data: Data) -> list[str]:
     """Refuse to go on with other tokens than the run began with; other validation rows are worth a note."""
-    before = checkpoint.read_manifest(path)["fingerprints"]
-    now = data.fingerprints()
+    manifest, now = checkpoint.read_manifest(path), data.fingerprints()
+    if "converted" in manifest:
+        raise CheckpointError(f"{path} was converted and has no moments: begin a new run with run.init_from={path}.")
+    before = manifest["fingerprints"]
     differing = [key for key in now if before.get(key) != now[key]]
     if set(differing) - {"data.validation"}:
         raise CheckpointError(

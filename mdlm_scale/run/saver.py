@@ -13,7 +13,9 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from mdlm_scale.run.checkpoint import FORMAT, MANIFEST, Part, State
 
 POLL_SECONDS = 0.02
 PATIENCE = 6  # times parallel.timeout_minutes, for a file system to take one save
-DTYPES = {torch.float64: "F64", torch.float32: "F32"}  # safetensors' names
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # in safetensors
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Saver:
         self.folder = Path(config.run.dir) / "checkpoints"
         self.last = last
         self.own = _own(parts, layout.rank, groups)
-        self.versions = _versions() if layout.rank == 0 else {}
+        self.versions = versions() if layout.rank == 0 else {}
         self.copies: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None
         self.error: UserError | None = None
@@ -226,8 +228,8 @@ def prune(folder: Path, config: CheckpointConfig, verified: Path) -> None:
             shutil.rmtree(gone)
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """A safetensors file, synced to disk, without a second copy of the tensors in memory; its sha256."""
+def write_safetensors(path: Path, tensors: dict[str, Tensor], contents: Iterable[Any] | None = None) -> str:
+    """A synced safetensors file of the tensors, not copied, or of `contents`, buffers taken one by one; its sha256."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
@@ -239,8 +241,8 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> str:
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        pieces: list[Any] = [len(text).to_bytes(8, "little"), text, *(tensor.numpy() for tensor in tensors.values())]
-        for piece in pieces:
+        contents = (tensor.numpy() for tensor in tensors.values()) if contents is None else contents
+        for piece in chain([len(text).to_bytes(8, "little"), text], contents):
             digest.update(piece)
             file.write(piece)
         file.flush()
@@ -271,7 +273,7 @@ def _joined(indexes: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     repository = Path(mdlm_scale.__file__).parent
     try:
         asked = ["git", "-C", str(repository), "rev-parse", "HEAD"]
