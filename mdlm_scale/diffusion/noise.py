@@ -44,7 +44,7 @@ def random_bits(seed: int, stream: str, step: int | Tensor, slot_B: Tensor, coun
     """
     block = torch.arange(-(-count // 4), device=slot_B.device)
     step_B = torch.as_tensor(step, device=slot_B.device).view(-1, 1)
-    counter = (block, slot_B[:, None], step_B, torch.tensor(stream_id(stream)))
+    counter = (block, slot_B[:, None], step_B, torch.tensor(stream_id(stream), device=slot_B.device))
     lanes = philox(seed, tuple(torch.broadcast_tensors(*counter)))
     return torch.stack(lanes, dim=-1).flatten(1)[:, :count]
 

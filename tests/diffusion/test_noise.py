@@ -408,3 +408,8 @@ def test_exact_masks_are_functions_of_their_slot_alone() -> None:
     together = noise.is_masked_exactly(1, 4, torch.arange(4), count_B, 12)
     alone = noise.is_masked_exactly(1, torch.tensor([4]), torch.tensor([2]), count_B[2:3], 12)
     assert torch.equal(together[2:3], alone)
+
+
+def test_numbers_are_made_where_their_slots_are() -> None:
+    """Sampling asks for them on the model's device; the meta device refuses to be mixed with another, as a GPU would."""
+    assert noise.uniforms(0, "token", 0, torch.arange(3, device="meta"), 5).device.type == "meta"
