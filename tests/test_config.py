@@ -113,7 +113,7 @@ def test_all_faults_come_at_once(load: Load) -> None:
         ("optimiser: {lr: 1}", "Did you mean optimizer?"),
         ("model: {length: 64}", "Did you mean data.length?"),
         ("lr: 1", "Did you mean optimizer.lr?"),
-        ("run: {xyz: 1}", "There are: dir, seed."),
+        ("run: {xyz: 1}", "There are: dir, seed, init_from."),
     ],
 )
 def test_unknown_key_names_the_likely_one(load: Load, text: str, meant: str) -> None:
