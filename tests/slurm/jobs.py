@@ -21,7 +21,7 @@ model: {{hidden_size: 32, num_layers: 2, num_heads: 4, cond_size: 32}}
 batch: {{global_batch_size: 8, micro_batch_size: 2}}
 optimizer: {{lr: 1.0e-3, warmup_steps: 10}}
 parallel: {{engine: fsdp, timeout_minutes: 1, start_minutes: 2}}
-train: {{num_steps: 300, precision: float64}}
+train: {{num_steps: 120, precision: float64}}
 evaluate: {{every: 1000, rows: 32}}
 checkpoint: {{every: 30, keep_every: 60}}
 logging: {{every: 1}}

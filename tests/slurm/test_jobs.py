@@ -64,7 +64,7 @@ def train(cluster: Lab, tiny: Path, tmp_path: Path) -> Iterator[Submit]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(cluster: Lab, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that the others are held to: 2 x 2 ranks, 300 steps, and on to 600."""
+    """The run that the others are held to: 2 x 2 ranks, 120 steps, and on to 600."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     run, log = folder / "run", folder / "job.out"
     options = ["--nodes=2", "--gpus-per-node=2", "--cpus-per-gpu=2", f"--output={log}"]
@@ -99,14 +99,14 @@ def test_signal_saves_and_requeues(train: Submit, uninterrupted: Path) -> None:
     job.at_step(20)
     said("scancel", "--batch", "--signal=USR1", job.number)
     text = job.ended("COMPLETED")
-    assert re.search(r"stopped at step \d+ of 300, saved \d+\.\d s after SIGUSR1", text)
-    assert re.search(r"srun ended with 85 at step-\d+ of 300, \d+ s after the signal", text)
+    assert re.search(r"stopped at step \d+ of 120, saved \d+\.\d s after SIGUSR1", text)
+    assert re.search(r"srun ended with 85 at step-\d+ of 120, \d+ s after the signal", text)
     assert_as_uninterrupted(job, uninterrupted)
 
 
 def test_preemption(train: Submit, uninterrupted: Path) -> None:
     """Tasks that leave during the grace time would leave the job completed."""
-    job = train()
+    job = train("train.num_steps=300")  # some seconds may pass before Slurm looks for whom to preempt
     job.at_step(20)
     other = submit(["--wrap", "sleep 2"], ["-p", "high", "-N", "3", "--exclusive", "--output=/dev/null"])
     text = job.ended("COMPLETED")
