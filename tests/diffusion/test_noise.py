@@ -410,5 +410,5 @@ def test_exact_masks_are_functions_of_their_slot_alone() -> None:
 
 
 def test_numbers_are_made_where_their_slots_are() -> None:
-    """Sampling asks for them on the model's device; the meta device refuses to be mixed with another, as a GPU would."""
+    """Sampling asks for them on the model's device; the meta device refuses to be mixed, as a GPU would."""
     assert noise.uniforms(0, "token", 0, torch.arange(3, device="meta"), 5).device.type == "meta"
