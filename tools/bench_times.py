@@ -27,6 +27,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -101,7 +102,7 @@ def measure(args: argparse.Namespace) -> int:
         return code
     for (seed, times), overrides in runs.items():
         print(f"--- {times}, seed {seed}", flush=True)
-        if code := train(args.config, overrides, False):
+        if code := train(args.config, overrides, False, None, time.monotonic()):
             return code
     result = {
         "steps": args.steps,
