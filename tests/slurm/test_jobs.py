@@ -167,7 +167,7 @@ def test_time_limit(train: Submit, uninterrupted: Path) -> None:
     job = train(*slow, sbatch=("--time=1", "--signal=B:USR1@5"))
     wait_for("the limit", lambda: job.starts() == 2, 120.0)
     said("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
-    text = job.ended("COMPLETED")
+    text = job.ended("COMPLETED", 600.0)
     assert "USR1: stopping" in text
     assert_as_uninterrupted(job, uninterrupted)
 

@@ -27,6 +27,7 @@ def test_called_from_another_folder(script: str, tmp_path: Path) -> None:
     assert f"submitted from {tmp_path}, which is not the repository of mdlm_scale" in text
 
 
+@pytest.mark.slow  # an sbatch without a cluster takes a minute to say so
 def test_what_fits_is_submitted(tmp_path: Path) -> None:
     """Here that fails, as there is no cluster."""
     options = ["-N", "2", "--gpus-per-node", "2", "-A", "project"]
