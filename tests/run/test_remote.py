@@ -121,6 +121,7 @@ def test_bucket_trains_like_the_folder(undisturbed: Path, shards: Path, server: 
     assert 0 < cached <= 6500
 
 
+@pytest.mark.slow
 def test_processes_share_a_cache(undisturbed: Path, shards: Path, server: Server, tmp_path: Path) -> None:
     """Two runs at once, each dropping what the other may be about to read."""
     runs = [tmp_path / name for name in ("a", "b")]
@@ -130,6 +131,7 @@ def test_processes_share_a_cache(undisturbed: Path, shards: Path, server: Server
     assert [weights(run) == weights(undisturbed) for run in runs] == [True, True]
 
 
+@pytest.mark.slow
 def test_killed_run_starts_again(undisturbed: Path, shards: Path, server: Server, tmp_path: Path) -> None:
     process = start(tmp_path / "run", shards, "s3://corpus/rows", server.environment)
     wait_until(lambda: steps(tmp_path / "run") >= 25)
@@ -141,6 +143,7 @@ def test_killed_run_starts_again(undisturbed: Path, shards: Path, server: Server
     assert weights(tmp_path / "run") == weights(undisturbed)
 
 
+@pytest.mark.slow
 def test_lost_server_is_an_error_and_its_return_the_rest_of_the_run(
     undisturbed: Path, shards: Path, server: Server, tmp_path: Path
 ) -> None:
