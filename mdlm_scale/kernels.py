@@ -21,19 +21,27 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
-    """Bidirectional softmax attention, every position to every other; (B, L, H, K) in and out."""
+    """Bidirectional softmax attention, every position to every other; (B, L, H, K) in and out.
+
+    Keys and values may have fewer heads, G: head h then reads theirs number h // (H / G).
+    """
     if attention_kernel(q_BLHK.device.type, q_BLHK.dtype) == "flash-attn":
         from flash_attn import flash_attn_func
 
         return flash_attn_func(q_BLHK, k_BLHK, v_BLHK, causal=False)
     q_BHLK, k_BHLK, v_BHLK = (x.transpose(1, 2) for x in (q_BLHK, k_BLHK, v_BLHK))
-    return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK).transpose(1, 2)
+    is_grouped = k_BHLK.shape[1] < q_BHLK.shape[1]
+    return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, enable_gqa=is_grouped).transpose(1, 2)
 
 
 def adamw(
-    params: Iterable[Tensor], config: OptimizerConfig, device: torch.device, sharded: bool = False
+    params: Iterable[Tensor] | Iterable[dict[str, Any]],
+    config: OptimizerConfig,
+    device: torch.device,
+    sharded: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW; `sharded` if the engine cuts the parameters. The learning rate is set by the caller before every step."""
+    """AdamW, of parameters or of groups with settings of their own; `sharded` if the engine cuts the parameters. The
+    learning rate is set by the caller before every step."""
     options: dict[str, Any] = {
         "lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay
     }  # fmt: skip

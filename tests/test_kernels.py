@@ -74,6 +74,14 @@ def test_sdpa_is_bidirectional_softmax_attention() -> None:
     torch.testing.assert_close(kernels.attention(*qkv), plain_attention(*qkv), rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_neighbouring_heads_share_keys_and_values(kv_heads: int) -> None:
+    q, k, v = (x.repeat(1, 1, 2, 1) for x in make_qkv())
+    k, v = k[:, :, :kv_heads], v[:, :, :kv_heads]
+    spread = [x.repeat_interleave(6 // kv_heads, dim=2) for x in (k, v)]
+    torch.testing.assert_close(kernels.attention(q, k, v), plain_attention(q, *spread), rtol=0, atol=1e-14)
+
+
 def test_flash_attn_is_called_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k, v as (B, L, H, K), every position attending to every other, the scale 1 / sqrt(K), no dropout."""
     calls: list[dict[str, Any]] = []

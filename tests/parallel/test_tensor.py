@@ -64,7 +64,7 @@ def made(groups: Groups, trial: Trial) -> dict[str, Any]:
         "kinds": [type(m).__mro__[1].__name__ for m in (block.qkv, block.mlp_in, block.attn_out, block.mlp_out)],
         "embedding": type(model.embed).__mro__[1].__name__,
         "devices": {p.device.type for p in model.parameters()},
-        "heads": block.num_heads,
+        "heads": block.num_kv_heads,
         "shard": (model.head.shard.start, model.head.shard.num_valid, len(model.head.weight)),
         "names": [name for name, _ in model.named_parameters()],
     }
