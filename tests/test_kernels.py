@@ -64,8 +64,22 @@ def test_apex_is_chosen_where_it_can_run(device: str, sharded: bool, found: list
     assert kernels.adamw_kernel(device, sharded, installed=found.__contains__) == chosen
 
 
+@pytest.mark.parametrize(
+    ("device", "found", "chosen"),
+    [
+        ("cuda", ["triton"], "triton"),
+        ("cuda", [], "torch"),
+        ("cpu", ["triton"], "torch"),
+        ("meta", ["triton"], "torch"),
+    ],
+)
+def test_triton_is_chosen_where_it_can_run(device: str, found: list[str], chosen: str) -> None:
+    assert kernels.row_kernel(device, installed=found.__contains__) == chosen
+
+
 def test_description_on_a_cpu() -> None:
-    assert kernels.describe(CPU, torch.bfloat16) == "attention by sdpa, AdamW by torch"
+    expected = "attention by sdpa, softmax of the head by torch, AdamW by torch"
+    assert kernels.describe(CPU, torch.bfloat16) == expected
 
 
 def test_sdpa_is_bidirectional_softmax_attention() -> None:
