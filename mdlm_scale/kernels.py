@@ -120,9 +120,11 @@ _found: dict[str, bool] = {}
 
 
 def _installed(module: str) -> bool:
+    """And wanted: MDLM_PLAIN_KERNELS=1 in the environment leaves everything to PyTorch."""
     if module not in _found:
         try:
-            _found[module] = importlib.util.find_spec(module) is not None
+            is_wanted = os.environ.get("MDLM_PLAIN_KERNELS", "0") == "0"
+            _found[module] = is_wanted and importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:  # the parent package is missing
             _found[module] = False
     return _found[module]

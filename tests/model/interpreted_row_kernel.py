@@ -39,6 +39,7 @@ from torch import Tensor
 
 from mdlm_scale import kernels, row_kernel
 from mdlm_scale.model.head import WHOLE, VocabShard
+from mdlm_scale.run import self_test
 
 ONE_AT_A_TIME = threading.Lock()  # the interpreter runs one program, and shards are threads here
 
@@ -120,10 +121,15 @@ def test_a_bf16_target_is_rounded_once() -> None:
     torch.testing.assert_close(actual, exact, rtol=2**-7, atol=0)  # a rounding, 2^-9, of both factors and the product
 
 
-def test_rows_of_the_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two whole tiles and a part of one."""
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and padding of the real size."""
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "row_kernel", lambda _device: "triton")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_rows_of_two_tiles_and_a_part_of_one() -> None:
     num_columns, generator = 2 * row_kernel.TILE + 1003, torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -166,3 +172,9 @@ def test_a_mistake_is_seen(right: str, wrong: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(mistaken, "TILE", 8)
     monkeypatch.setattr(row_kernel, "softmax_rows", mistaken.softmax_rows)
     assert not all(gap(shard) <= 1e-3 for shard in SHARDS.values())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_run_would_find_it_right() -> None:
+    (line,) = self_test.check(torch.device("cpu"), torch.bfloat16, sharded=False)
+    assert line.startswith("the head's softmax by triton")
