@@ -36,7 +36,7 @@ def attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
 
 
 def softmax_rows(logits_RV: Tensor, bias_V: Tensor, column_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """By Triton, in place, and so where `row_kernel` says so; what it computes is said in `row_kernel.py`."""
+    """The softmax of the head's rows by Triton, in place, where `row_kernel` chose that; `row_kernel.py` says more."""
     from mdlm_scale import row_kernel
 
     return row_kernel.softmax_rows(logits_RV, bias_V, column_R)

@@ -138,7 +138,7 @@ class _Chunk:
 
     at: slice
     exp_RV: Tensor
-    lacking_R: Tensor | float  # in exp_RV at the target's column
+    lacking_R: Tensor | float  # exp(logit - own max) of the target, if exp_RV is without it
     own_max_R: Tensor
     combined: Combined
 

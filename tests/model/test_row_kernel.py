@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from mdlm_scale import kernels
 
@@ -53,7 +54,7 @@ def compiled(capability: int, dtype: str, wide: str, folder: Path, tiles: int = 
 
     pointers = dict.fromkeys(("logits_RV", "bias_V"), f"*{dtype}") | {"column_R": "*i64"}
     pointers |= dict.fromkeys(("max_R", "sum_R", "target_R"), f"*{wide}")
-    constants = {"lowest": -1e38, "tile": tiles * row_kernel.TILE}
+    constants = {"lowest": torch.finfo(torch.float32).min, "tile": tiles * row_kernel.TILE}
     signature = pointers | {"width": "i32"} | dict.fromkeys(constants, "constexpr")
     assert kernels.ROW_MULTIPLE % 16 == 0
     divisible = {(position,): [["tt.divisibility", 16]] for position in range(len(pointers) + 1)}
