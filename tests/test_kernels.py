@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mdlm_scale import kernels
-from mdlm_scale.config import ModelConfig, OptimizerConfig
+from mdlm_scale.config import BlockName, ModelConfig, OptimizerConfig
 from mdlm_scale.model.dit import DiT
 
 CPU = torch.device("cpu")
@@ -121,9 +121,9 @@ def test_flash_attn_as_published_gives_what_sdpa_does(num_kv_heads: int, monkeyp
     assert actual.dtype == torch.bfloat16
 
 
-def test_the_model_calls_flash_attn_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig(num_layers=1, hidden_size=32, num_heads=2)
-    model = DiT(config, vocab_size=11, mask_id=10)
+@pytest.mark.parametrize("block", [{}, {"block": BlockName.modern, "num_kv_heads": 2}], ids=["paper", "modern"])
+def test_the_model_calls_flash_attn_as_published(block: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DiT(ModelConfig(num_layers=1, hidden_size=32, num_heads=4, **block), vocab_size=11, mask_id=10)
     for number, p in enumerate(model.parameters()):
         p.data = torch.sin(torch.arange(p.numel()) * 0.7 + number).view(p.shape) / 4
     z_BL, rows_M = torch.arange(16).view(2, 8) % 11, torch.arange(16)
