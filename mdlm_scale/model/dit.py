@@ -165,8 +165,7 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, qk_BLGSK: Tensor) -> Tensor:
-        weight_GSK = self.weight.view(qk_BLGSK.shape[2:])
-        return F.rms_norm(qk_BLGSK, qk_BLGSK.shape[-1:], eps=EPS) * weight_GSK
+        return _RmsNorm.apply(qk_BLGSK, self.weight.view(qk_BLGSK.shape[2:]))
 
 
 def layer_norm(x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
@@ -174,7 +173,7 @@ def layer_norm(x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor
 
 
 def rms_norm(x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
-    y_BLD = F.rms_norm(x_BLD, weight_D.shape, weight_D, EPS)
+    y_BLD = _RmsNorm.apply(x_BLD, weight_D)
     return y_BLD if bias_D is None else y_BLD + bias_D
 
 
@@ -235,6 +234,28 @@ def rotate(x_BLHSK: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         first, second = at_least_fp32(x_BLHSK).chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BLHSK.dtype)
     return _Rotate.apply(x_BLHSK, cos, sin)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x / root mean square(x) * weight over the last dimension; the weight may have more of the last dimensions. Beside
+    its inputs a number a row is kept for the backward pass; autograd would keep the quotient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        wide = at_least_fp32(x)
+        inverse = wide.square().mean(-1, keepdim=True).add_(EPS).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(at_least_fp32(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, inverse = ctx.saved_tensors
+        normed, d_y = at_least_fp32(x) * inverse, at_least_fp32(d_y)
+        d_weight = (d_y * normed).flatten(0, d_y.dim() - weight.dim() - 1).sum(0)
+        d_normed = d_y * at_least_fp32(weight)
+        share = (d_normed * normed).mean(-1, keepdim=True)
+        d_x = d_normed.addcmul_(normed, share, value=-1).mul_(inverse)
+        return d_x.to(x.dtype), d_weight.to(weight.dtype)
 
 
 class _SwiGlu(torch.autograd.Function):

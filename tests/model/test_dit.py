@@ -345,6 +345,20 @@ def test_a_modern_mlp_keeps_only_its_input() -> None:
     assert torch.autograd.gradcheck(dit._SwiGlu.apply, y)
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)], ids=str)
+def test_a_modern_norm_keeps_its_inputs_and_a_number_a_row(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 2, 3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        found = dit._RmsNorm.apply(x, weight)
+    assert [t.numel() for t in kept] == [x.numel(), weight.numel(), 12]
+    expected = torch.nn.functional.rms_norm(x, (5,), eps=dit.EPS) * weight
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)  # a few roundings of numbers of order one
+    assert torch.autograd.gradcheck(dit._RmsNorm.apply, (x, weight))
+
+
 @pytest.mark.parametrize(("width", "inside"), [(768, 2048), (1024, 2816), (2048, 5632), (3072, 8192), (4096, 11008)])
 def test_a_modern_mlp_is_as_large_as_the_papers(width: int, inside: int) -> None:
     config = ModelConfig(hidden_size=width, block=BlockName.modern)
