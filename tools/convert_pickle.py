@@ -189,7 +189,7 @@ def read(path: Path) -> Any:
 def _check_memo(description: bytes) -> None:
     """The unpickler makes room for as many objects as a pickle says that it remembers: no more than it has bytes."""
     for code, argument, _ in pickletools.genops(description):
-        if code.name in MEMO and argument > len(description):
+        if code.name in MEMO and argument is not None and argument > len(description):
             raise pickle.UnpicklingError(f"it remembers an object as number {argument}")
 
 

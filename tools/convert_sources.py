@@ -107,7 +107,9 @@ def original_order(names: list[str]) -> list[str]:
 def _open_native(folder: Path) -> Source:
     manifest = checkpoint.read_manifest(folder)
     config, index = config_module.from_tree(manifest["config"]), manifest["tensors"]
-    found = {kind: _of_kind(index, kind) for kind in ("model", "ema")}
+    kinds = {"model": "raw", "ema": "averaged"}
+    made = manifest.get("converted", {}).get("weights", kinds)  # one kind may be there under both names
+    found = {kind: _of_kind(index, kind) for kind in kinds if made[kind] == kinds[kind]}
     found = {kind: entries for kind, entries in found.items() if entries}
     if not all("embed.weight" in entries for entries in found.values()) or not found:
         raise CheckpointError(f"{folder}: its manifest names no embed.weight of the model, or of its average.")

@@ -90,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> int:
     from mdlm_scale.errors import DataError, raise_if_any
     from mdlm_scale.log import log
+    from mdlm_scale.run.metrics import write_json
 
     jobs = planned(args)
     for number, job in enumerate(jobs, 1):
@@ -112,7 +113,7 @@ def measure(args: argparse.Namespace) -> int:
     protocol = rows[0]["protocol"]
     print(f"PPL: {protocol['checkpoint']}, {protocol['weights']} weights\npaper: {PAPER}; published, not measured here")
     if args.json:
-        args.json.write_text(json.dumps({"paper": PAPER, "data_sets": rows}, indent=1) + "\n")
+        write_json(args.json, json.dumps({"paper": PAPER, "data_sets": rows}, indent=1) + "\n")
     return 0
 
 
@@ -169,17 +170,11 @@ def planned(args: argparse.Namespace) -> list[Job]:
     """Everything that can be wrong is told here, before anything is fetched or written."""
     from mdlm_scale.errors import ConfigError, UserError
     from mdlm_scale.log import log
+    from mdlm_scale.run.metrics import json_faults
     from mdlm_scale.run.sample import find_trained
 
-    errors: list[UserError] = []
+    errors: list[UserError] = [ConfigError(fault) for fault in json_faults(args.json)]
     jobs: list[Job] = []
-    try:
-        if args.json:
-            tempfile.TemporaryFile(dir=args.json.parent).close()
-        if args.json and args.json.is_dir():
-            raise IsADirectoryError("it is a folder")
-    except OSError as error:
-        errors.append(ConfigError(f"--json {args.json} cannot be written: {error}."))
     try:
         trained = find_trained(Path(args.checkpoint))
     except UserError as error:

@@ -263,6 +263,17 @@ def test_a_failed_write_leaves_what_was_there(run: Path, corpus: Path, tmp_path:
     assert file.read_text() == "before"
 
 
+def test_a_pipe_takes_the_figures_and_stays(run: Path, corpus: Path, tmp_path: Path) -> None:
+    """So with /dev/stdout, which must not become a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    asked = ["--checkpoint", str(run), "--data", str(corpus), "--rows", "20", "--json", str(pipe)]
+    assert evaluate.main(asked) == 0
+    assert json.loads(reader.communicate(timeout=60)[0])["num_rows"] == 20
+    assert pipe.is_fifo()
+
+
 def started(rank: int, port: int, arguments: list[str]) -> subprocess.Popen[str]:
     """The script as a launcher of two processes would start it."""
     environment = os.environ | {

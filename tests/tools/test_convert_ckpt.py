@@ -74,6 +74,19 @@ def test_raw_weights_on_request(trained: Path, tmp_path: Path) -> None:
     back = convert(raw, tmp_path / "back", "native")
     assert_equal(of_kind(tensors(back), "model"), of_kind(tensors(checkpoint.newest(trained)), "model"))
     assert json.loads((back / "manifest.json").read_text())["converted"]["weights"] == {"ema": "raw", "model": "raw"}
+    again = json.loads((convert(back, tmp_path / "again", "hf") / "config.json").read_text())
+    assert (again["mdlm_scale"]["weights"], again["mdlm_scale"]["step"]) == ("raw", 3)
+
+
+def test_one_kind_under_both_names_is_called_what_it_is(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    averaged = convert(convert(trained, tmp_path / "a", "hf"), tmp_path / "averaged", "native")
+    raw = convert(convert(trained, tmp_path / "b", "hf", "--raw"), tmp_path / "raw", "native")
+    for path, names in ((averaged, ["EMA", "EMA"]), (raw, ["raw", "raw"]), (trained, ["EMA", "raw"])):
+        found = find_trained(path)
+        assert ([found.weights(raw=False), found.weights(raw=True)], found.step) == (names, 3)
+    assert "has only averaged weights" in refused(capfd, averaged, tmp_path / "out", "--raw")
 
 
 def test_float64_stays_float64(train_run: Train, tmp_path: Path) -> None:
@@ -299,6 +312,8 @@ def test_tokenizers_and_masks_that_do_not_fit(trained: Path, tmp_path: Path, cap
     assert "mask id 97 is outside the vocabulary, 0 .. 96" in refused(capfd, source, target, "--mask-id", "97")
     assert "mask of the tokenizer 'bytes' is token 259, not 7" in refused(capfd, trained, target, "--mask-id", "7")
     assert "--raw" in refused(capfd, source, target, "--raw")
+    said = refused(capfd, trained, target, "--to", "native", "--dtype", "bfloat16")
+    assert "--dtype bfloat16: native checkpoints are of float32 at least" in said
 
 
 @pytest.mark.parametrize(("given", "options", "expected"), [
