@@ -213,6 +213,20 @@ def with_fields(**fields: object) -> Callable[[Path], None]:
     return spoil
 
 
+def with_header(**fields: object) -> Callable[[Path], None]:
+    """What the file says of one tensor."""
+
+    def spoil(folder: Path) -> None:
+        data = (folder / "model.safetensors").read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        told = json.loads(data[8:end])
+        told["backbone.blocks.0.norm1.weight"] |= fields
+        text = json.dumps(told).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return spoil
+
+
 def cut_short(folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-100])
@@ -228,6 +242,7 @@ def cut_short(folder: Path) -> None:
             with_fields(vocab_size=98, cond_dim=16),
             ["embedding has shape [97, 64], not [98, 64]", "sigma_map.mlp.0.weight has shape [32, 256], not [16, 256]"],
         ),
+        (with_fields(n_blocks=10**9), ["1000000000 blocks are told of, and 31 tensors are there"]),
         (with_fields(n_heads=5), ["num_heads=5 does not divide"]),
         (with_fields(n_heads=8), ["inv_freq has shape [8], not [4]"]),
         (
@@ -238,6 +253,10 @@ def cut_short(folder: Path) -> None:
         (with_fields(dropout="low", mask_token_id=1.5), ["dropout='low' is of", "mask_token_id=1.5 is of"]),
         (with_fields(mdlm_scale=3), ["does not describe itself as such files do"]),
         (with_fields(model_type="bert"), ["of model_type 'bert', which is unknown"]),
+        (with_header(shape=[64.0]), ["norm1.weight has sizes that are none"]),
+        (with_header(data_offsets=[-256, 0]), ["norm1.weight has sizes that are none"]),
+        (with_header(dtype="I64"), ["no complete safetensors file of floating-point weights"]),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), ["does not describe itself"]),
         (cut_short, ["no complete safetensors file"]),
         (lambda folder: (folder / "model.safetensors").unlink(), ["holds no model.safetensors"]),
         (lambda folder: (folder / "config.json").write_text("{"), ["config.json cannot be read"]),
@@ -285,6 +304,7 @@ def test_lightning_checkpoints_that_are_none(tmp_path: Path, capfd: pytest.Captu
     weights, shadow = state_dict(), [tensor for name, tensor in average().items() if "rotary" not in name]
     for changed, fault in (
         ({"state_dict": {"weight": torch.zeros(2)}}, "its state_dict is not the original's"),
+        ({"state_dict": weights | {"backbone.blocks.9999999.x": torch.zeros(1)}}, "10000000 blocks are told of"),
         ({"state_dict": weights | {"backbone.more": torch.zeros(1)}}, "unknown keys: backbone.more"),
         ({"ema": {"shadow_params": shadow[:-1]}}, "missing keys: ema.shadow_params[29]"),
         ({"ema": {"shadow_params": [*shadow[:-1], torch.zeros(1)]}}, "ema.shadow_params[29] has shape [1], not [128]"),
