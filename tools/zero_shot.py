@@ -111,7 +111,9 @@ def measure(args: argparse.Namespace) -> int:
         paper = "-" if row["paper_ppl"] is None else f"{row['paper_ppl']:.2f}"
         print(f"{row['name']:12s}{row['rows']:8,}{row['tokens']:13,}{ppl:>22s}{paper:>10s}", flush=True)
     protocol = rows[0]["protocol"]
-    print(f"PPL: {protocol['checkpoint']}, {protocol['weights']} weights\npaper: {PAPER}; published, not measured here")
+    # tokens of other tokenizers are longer or shorter, and so are their perplexities higher or lower
+    print(f"PPL: {protocol['checkpoint']}, {protocol['weights']} weights, per token of {protocol['tokenizer']}")
+    print(f"paper: {PAPER}, per token of GPT-2; published, not measured here")
     if args.json:
         write_json(args.json, json.dumps({"paper": PAPER, "data_sets": rows}, indent=1) + "\n")
     return 0
