@@ -22,6 +22,7 @@ from yaml import YAMLError  # omegaconf's own parser
 
 from mdlm_scale.errors import ConfigError, raise_if_any
 
+BlockName = StrEnum("BlockName", "paper modern")
 ScheduleName = StrEnum("ScheduleName", "loglinear cosine cosine_squared linear geometric")
 TimeSampling = StrEnum("TimeSampling", "lattice stratified iid")
 LossWeight = StrEnum("LossWeight", "elbo flat")
@@ -68,6 +69,10 @@ class ModelConfig:
     cond_size: int = 128  # width of the conditioning vector of adaLN
     dropout: float = 0.1  # on the outputs of attention and MLP, before their gates
     time_conditioning: bool = False  # whether the network sees sigma(t); otherwise it sees 0
+    # `paper`: LayerNorm, GELU, biases. `modern`, for a billion parameters and more: RMSNorm, SwiGLU, normed queries and
+    # keys, grouped-query attention, smaller initial weights in deeper models, weight decay on matrices alone
+    block: BlockName = BlockName.paper  # of which kind the blocks are; one switch for all of that
+    num_kv_heads: int | None = None  # modern: heads of keys and values, each for a group of heads; default: num_heads
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The only door to flash-attn and apex: what is fastest here and installed, else PyTorch's own.
+"""The only door to flash-attn, apex and Triton: what is fastest here and installed, else PyTorch's own.
 
-Each choice is made by a function of what is there (`attention_kernel`, `adamw_kernel`), so that it can be tested where
-neither package can run; `describe` says it once at the start of a run.
-B sequences, L positions, H heads, K head width.
+Each choice is made by a function of what is there (`attention_kernel`, `row_kernel`, `adamw_kernel`), so that it can be
+tested where none of the packages can run; `describe` says it once at the start of a run, `run/self_test.py` checks it.
+B sequences, L positions, H heads, K head width, R rows of logits, V vocabulary.
 """
 
 import ctypes
@@ -18,22 +18,38 @@ from torch import Tensor
 from mdlm_scale.config import OptimizerConfig
 
 HALF = (torch.bfloat16, torch.float16)
+ROW_MULTIPLE = 16  # columns: a GPU reads rows that begin and end there 16 bytes at a time
 
 
 def attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
-    """Bidirectional softmax attention, every position to every other; (B, L, H, K) in and out."""
+    """Bidirectional softmax attention, every position to every other; (B, L, H, K) in and out.
+
+    Keys and values may have fewer heads, G: head h then reads theirs number h // (H / G).
+    """
     if attention_kernel(q_BLHK.device.type, q_BLHK.dtype) == "flash-attn":
         from flash_attn import flash_attn_func
 
         return flash_attn_func(q_BLHK, k_BLHK, v_BLHK, causal=False)
     q_BHLK, k_BHLK, v_BHLK = (x.transpose(1, 2) for x in (q_BLHK, k_BLHK, v_BLHK))
-    return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK).transpose(1, 2)
+    is_grouped = k_BHLK.shape[1] < q_BHLK.shape[1]
+    return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, enable_gqa=is_grouped).transpose(1, 2)
+
+
+def softmax_rows(logits_RV: Tensor, bias_V: Tensor, column_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The softmax of the head's rows by Triton, in place, where `row_kernel` chose that; `row_kernel.py` says more."""
+    from mdlm_scale import row_kernel
+
+    return row_kernel.softmax_rows(logits_RV, bias_V, column_R)
 
 
 def adamw(
-    params: Iterable[Tensor], config: OptimizerConfig, device: torch.device, sharded: bool = False
+    params: Iterable[Tensor] | Iterable[dict[str, Any]],
+    config: OptimizerConfig,
+    device: torch.device,
+    sharded: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW; `sharded` if the engine cuts the parameters. The learning rate is set by the caller before every step."""
+    """AdamW, of parameters or of groups with settings of their own; `sharded` if the engine cuts the parameters. The
+    learning rate is set by the caller before every step."""
     options: dict[str, Any] = {
         "lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay
     }  # fmt: skip
@@ -80,6 +96,11 @@ def attention_kernel(device: str, dtype: torch.dtype, installed: Callable[[str],
     return "flash-attn" if device == "cuda" and dtype in HALF and found else "sdpa"
 
 
+def row_kernel(device: str, installed: Callable[[str], bool] | None = None) -> str:
+    """`triton` for the softmax of the head's rows on CUDA, where it is installed; else `torch`."""
+    return "triton" if device == "cuda" and (installed or _installed)("triton") else "torch"
+
+
 def adamw_kernel(device: str, sharded: bool = False, installed: Callable[[str], bool] | None = None) -> str:
     """apex's FusedAdam on CUDA, where NVIDIA's apex is installed and no engine shards; else PyTorch's fused AdamW."""
     found = (installed or _installed)("apex.optimizers")  # PyPI's `apex` is another project and has no optimizers
@@ -87,16 +108,23 @@ def adamw_kernel(device: str, sharded: bool = False, installed: Callable[[str], 
 
 
 def describe(device: torch.device, dtype: torch.dtype, sharded: bool = False) -> str:
-    return f"attention by {attention_kernel(device.type, dtype)}, AdamW by {adamw_kernel(device.type, sharded)}"
+    chosen = {
+        "attention": attention_kernel(device.type, dtype),
+        "softmax of the head": row_kernel(device.type),
+        "AdamW": adamw_kernel(device.type, sharded),
+    }
+    return ", ".join(f"{what} by {kernel}" for what, kernel in chosen.items())
 
 
 _found: dict[str, bool] = {}
 
 
 def _installed(module: str) -> bool:
+    """And wanted: MDLM_PLAIN_KERNELS=1 in the environment leaves everything to PyTorch."""
     if module not in _found:
         try:
-            _found[module] = importlib.util.find_spec(module) is not None
+            is_wanted = os.environ.get("MDLM_PLAIN_KERNELS", "0") == "0"
+            _found[module] = is_wanted and importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:  # the parent package is missing
             _found[module] = False
     return _found[module]

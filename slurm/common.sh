@@ -19,13 +19,10 @@ train() {
   dir=$(sed -n 's/^# writes to: //p' <<< "$plan")
   num_steps=$(sed -n 's/^  num_steps: //p' <<< "$plan")
   starts=slurm-$SLURM_JOB_NAME-$SLURM_JOB_ID.starts # the checkpoint at each start of this job
-  newest=$(newest_step) log=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
+  newest=$(newest_step)
   echo "$newest" >> "$starts"
-  say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $nodes x $tasks ranks on $SLURM_JOB_NODELIST
-  runs    $python -m mdlm_scale.train --config $config ${overrides[*]}
-  writes  $dir, from $newest of $num_steps steps
-  watch   tail -f $log
-  stop    scancel $SLURM_JOB_ID      (it saves first; the same sbatch command goes on from there)"
+  announce "$nodes x $tasks ranks" "-m mdlm_scale.train --config $config ${overrides[*]}" \
+    "$dir, from $newest of $num_steps steps" "it saves first; the same sbatch command goes on from there"
   if [ "$(tail -n $((max_fruitless + 1)) "$starts" | grep -cx "$newest")" -gt "$max_fruitless" ]; then
     say "gives up: $max_fruitless starts from $newest brought no new checkpoint. See above why; then sbatch again." >&2
     rm "$starts"
@@ -53,8 +50,7 @@ evaluate() {
   needs_python
   listen TERM
   count_ranks
-  say "job $SLURM_JOB_ID, $nodes x $tasks ranks on $SLURM_JOB_NODELIST: $python -m mdlm_scale.evaluate $*
-  stop    scancel $SLURM_JOB_ID"
+  announce "$nodes x $tasks ranks" "-m mdlm_scale.evaluate $*" "$(value_of --json "$@")" "nothing is left of it"
   on_every_node "$tasks" "$python" -m mdlm_scale.evaluate "$@"
   end_or_start_anew
 }
@@ -88,9 +84,30 @@ prepare() {
   [ -n "${SLURM_JOB_ID:-}" ] || fail "submit this: sbatch $0. Without Slurm: $python tools/prepare_data.py $*"
   needs_python
   listen TERM
-  say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $python tools/prepare_data.py $*; to stop it: scancel $SLURM_JOB_ID"
+  announce "one task" "tools/prepare_data.py $*" "$(value_of --output "$@")" "nothing is left of it"
   supervise srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" "$python" tools/prepare_data.py "$@"
   end_or_start_anew
+}
+
+# announce RANKS ARGUMENTS WRITES STOPPED: what this job is, and how it is watched and stopped.
+announce() {
+  say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $1 on $SLURM_JOB_NODELIST
+  runs    $python $2
+  writes  $3
+  watch   tail -f $(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
+  stop    scancel $SLURM_JOB_ID      ($4)"
+}
+
+# value_of OPTION ARGUMENTS...: what the last such option is given; else that there is none.
+value_of() {
+  local option=$1 value="this log alone" before=""
+  shift
+  for each in "$@"; do
+    [ "$before" != "$option" ] || value=$each
+    [[ $each != "$option="* ]] || value=${each#*=}
+    before=$each
+  done
+  echo "$value"
 }
 
 end_or_start_anew() {

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,16 @@ from shard_writer import ShardWriter
 from torch import Tensor
 
 from mdlm_scale import kernels
-from mdlm_scale.config import BatchConfig, DiffusionConfig, ModelConfig, OptimizerConfig, Precision
+from mdlm_scale.config import (
+    BatchConfig,
+    Config,
+    DiffusionConfig,
+    EngineName,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    TrainConfig,
+)
 from mdlm_scale.data import shards, source
 from mdlm_scale.data.loader import Loader
 from mdlm_scale.data.rows import NUM_TOKENS, TOKENS, record_type, token_type
@@ -46,9 +54,8 @@ from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT, rotary_angles, sinusoid
 from mdlm_scale.model.init import Fill, init_range
 from mdlm_scale.model.sizes import sizes
-from mdlm_scale.parallel.engine import Parts
-from mdlm_scale.parallel.plain import PlainEngine
-from mdlm_scale.run.build import DTYPES
+from mdlm_scale.parallel.groups import Groups
+from mdlm_scale.run.build import DTYPES, build_engine
 from mdlm_scale.run.ema import Ema
 
 SIZES = {"debug": (64, 2, 4), "tiny": (512, 8, 8), "small": (768, 12, 12), "medium": (1024, 24, 16)}
@@ -131,8 +138,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         kernels.tune_cpu()
     setting = make_setting(args)
     model, device, dtype, batch = setting.model, setting.device, setting.dtype, setting.batch
-    make_optimizer = partial(kernels.adamw, config=OptimizerConfig(), device=device)
-    engine = PlainEngine(Parts(model, initial, make_optimizer, max_norm=1.0, device=device, dtype=dtype))
+    plain, precision = ParallelConfig(EngineName.plain), TrainConfig(precision=Precision(args.dtype))
+    config = Config(model=model.config, parallel=plain, train=precision)
+    engine = build_engine(config, model, initial, device, Layout(), Groups())
     ema = Ema(engine, 0.9999)
     with torch.no_grad():
         hidden_BLD = model.hidden(batch.z_BL, batch.sigma_B, None)

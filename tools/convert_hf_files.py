@@ -10,9 +10,11 @@ from convert_sources import Source
 
 import mdlm_scale
 from mdlm_scale import config as config_module
+from mdlm_scale.config import BlockName
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.diffusion import schedule
 from mdlm_scale.errors import ConfigError
+from mdlm_scale.model.dit import num_kv_heads
 
 MODEL_FILE = "modeling_mdlm_scale.py"
 # transformers fetches the original's code from there
@@ -33,6 +35,7 @@ def config_of(source: Source, tokenizer: Tokenizer | None, mask_id: int, told: d
         "n_heads": model.num_heads,
         "dropout": model.dropout,
         "time_conditioning": model.time_conditioning,
+        **({"block": "modern", "n_kv_heads": num_kv_heads(model)} if model.block is BlockName.modern else {}),
         "tie_word_embeddings": False,
         "mask_token_id": mask_id,
         "schedule": vars(shape) | {"name": str(shape.name)},

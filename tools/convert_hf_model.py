@@ -4,7 +4,8 @@ It is copied into every folder that tools/convert_ckpt.py exports, and runs ther
 the original checkpoints, and `forward` returns raw logits as the original does: the column of the mask token among
 them, which was never trained and means nothing. `labels` and `generate` leave it out: the mask is never an answer.
 
-B sequences, L positions, D width, H heads, K head width, V vocabulary, C conditioning width, M masked rows.
+B sequences, L positions, D width, H heads, G heads of keys and values (groups of heads), K head width, S parts of a
+group, F width inside the MLP, V vocabulary, C conditioning width, M masked rows.
 """
 
 import math
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 SINUSOID_WIDTH = 256
 HALF = (torch.bfloat16, torch.float16)
+EPS = 1e-5  # of the norms
 
 
 class MdlmConfig(PretrainedConfig):
@@ -33,6 +35,8 @@ class MdlmConfig(PretrainedConfig):
         n_heads: int = 12,
         dropout: float = 0.1,
         time_conditioning: bool = False,
+        block: str = "paper",  # or "modern": RMSNorm, SwiGLU, normed queries and keys, grouped-query attention
+        n_kv_heads: int | None = None,  # modern: heads of keys and values; n_heads by default
         mask_token_id: int | None = None,  # the last id by default
         schedule: dict[str, Any] | None = None,  # name, e, sigma_min, sigma_max; loglinear with e = 1e-3 by default
         mdlm_scale: dict[str, Any] | None = None,  # where the weights come from; nothing here reads it
@@ -48,6 +52,8 @@ class MdlmConfig(PretrainedConfig):
         self.n_heads = n_heads
         self.dropout = dropout
         self.time_conditioning = time_conditioning
+        self.block = block
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         self.mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
         self.schedule = schedule or {"name": "loglinear", "e": 1e-3}
         self.mdlm_scale = mdlm_scale
@@ -197,13 +203,21 @@ class Block(nn.Module):
 
     def __init__(self, config: MdlmConfig) -> None:
         super().__init__()
-        width = config.hidden_dim
-        self.num_heads, self.dropout = config.n_heads, config.dropout
-        self.norm1 = Norm(width)
-        self.attn_qkv = Linear(width, 3 * width, bias=False)  # rows ordered ([q, k, v], head, head width)
+        width, self.is_modern = config.hidden_dim, config.block == "modern"
+        self.num_heads, self.num_kv_heads, self.dropout = config.n_heads, config.n_kv_heads, config.dropout
+        head_width = width // self.num_heads
+        self.norm1 = Norm(width, self.is_modern)
+        # rows ordered ([q, k, v], head, head width); modern: (group of heads, [its q's, k, v], head width)
+        self.attn_qkv = Linear(width, (self.num_heads + 2 * self.num_kv_heads) * head_width, bias=False)
+        if self.is_modern:
+            self.norm_qk = HeadNorm((self.num_heads + self.num_kv_heads) * head_width)
         self.attn_out = Linear(width, width, bias=False)
-        self.norm2 = Norm(width)
-        self.mlp = nn.Sequential(Linear(width, 4 * width), nn.GELU(approximate="tanh"), Linear(4 * width, width))
+        self.norm2 = Norm(width, self.is_modern)
+        if self.is_modern:
+            inside = -(-8 * width // (3 * 256)) * 256
+            self.mlp = nn.Sequential(Linear(width, 2 * inside, bias=False), SwiGlu(), Linear(inside, width, bias=False))
+        else:
+            self.mlp = nn.Sequential(Linear(width, 4 * width), nn.GELU(approximate="tanh"), Linear(4 * width, width))
         self.adaLN_modulation = Linear(config.cond_dim, 6 * width)
 
     def forward(self, x_BLD: Tensor, c_BC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -214,9 +228,16 @@ class Block(nn.Module):
         return torch.addcmul(x_BLD, at_least_fp32(gate2), at_least_fp32(self.drop(y_BLD)))
 
     def attention(self, x_BLD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        q, k, v = self.attn_qkv(x_BLD).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        qkv = self.attn_qkv(x_BLD)
+        if self.is_modern:
+            qkv_BLGSK = qkv.unflatten(-1, (self.num_kv_heads, -1, self.attn_out.in_features // self.num_heads))
+            qk_BLGSK, v = self.norm_qk(qkv_BLGSK[..., :-1, :]), qkv_BLGSK[..., -1, :]
+            q, k = qk_BLGSK[..., :-1, :].flatten(2, 3), qk_BLGSK[..., -1, :]
+        else:
+            q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, rotation), rotate(k, rotation), v))
-        return self.attn_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        y_BHLK = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] < q.shape[1])
+        return self.attn_out(y_BHLK.transpose(1, 2).flatten(2))
 
     def drop(self, y_BLD: Tensor) -> Tensor:
         return F.dropout(y_BLD, self.dropout, self.training)
@@ -245,7 +266,7 @@ class SigmaMap(nn.Module):
 class OutputLayer(nn.Module):
     def __init__(self, config: MdlmConfig) -> None:
         super().__init__()
-        self.norm_final = Norm(config.hidden_dim)
+        self.norm_final = Norm(config.hidden_dim, config.block == "modern")
         self.linear = Linear(config.hidden_dim, config.vocab_size)
         self.adaLN_modulation = Linear(config.cond_dim, 2 * config.hidden_dim)
 
@@ -257,18 +278,37 @@ class Linear(nn.Linear):
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
-class Norm(nn.Module):
-    """LayerNorm with a weight only, followed by x * (1 + scale) + shift; at least float32."""
+class SwiGlu(nn.Module):
+    """silu(gate) * up of neighbouring columns, at least float32."""
+
+    def forward(self, y_BLF: Tensor) -> Tensor:
+        gate, up = at_least_fp32(y_BLF).unflatten(-1, (-1, 2)).unbind(-1)
+        return (F.silu(gate) * up).to(y_BLF.dtype)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each head of queries and keys, with a weight for each of its channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
+    def forward(self, qk_BLGSK: Tensor) -> Tensor:
+        return F.rms_norm(qk_BLGSK, qk_BLGSK.shape[-1:], eps=EPS) * self.weight.view(qk_BLGSK.shape[2:])
+
+
+class Norm(nn.Module):
+    """LayerNorm (modern: RMSNorm) with a weight only, followed by x * (1 + scale) + shift; at least float32."""
+
+    def __init__(self, width: int, is_modern: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.is_modern = is_modern
+
     def forward(self, x_BLD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
         weight_D, shift_B1D, scale_B1D = (at_least_fp32(p) for p in (self.weight, shift_B1D, scale_B1D))
-        if len(shift_B1D) == 1:  # one modulation for all samples is an ordinary LayerNorm
-            return F.layer_norm(x_BLD, weight_D.shape, weight_D * (1 + scale_B1D[0, 0]), shift_B1D[0, 0], eps=1e-5)
-        return torch.addcmul(shift_B1D, F.layer_norm(x_BLD, weight_D.shape, weight_D, eps=1e-5), 1 + scale_B1D)
+        normed = F.rms_norm if self.is_modern else F.layer_norm
+        return torch.addcmul(shift_B1D, normed(x_BLD, weight_D.shape, weight_D, eps=EPS), 1 + scale_B1D)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

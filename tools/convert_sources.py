@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mdlm_scale import config as config_module
-from mdlm_scale.config import Config, DataConfig, ModelConfig, ScheduleName, TokenizerConfig
+from mdlm_scale.config import BlockName, Config, DataConfig, ModelConfig, ScheduleName, TokenizerConfig
 from mdlm_scale.errors import CheckpointError
 from mdlm_scale.log import live
 from mdlm_scale.model import dit
@@ -50,14 +50,15 @@ class Weight:
     rows: Rows  # (first, behind the last) -> these rows
     is_original: bool  # with qkv rows in the original's order
 
-    def pieces(self, name: str, num_heads: int, to_theirs: bool, dtype: torch.dtype) -> Iterator[Tensor]:
+    def pieces(self, name: str, model: ModelConfig, to_theirs: bool, dtype: torch.dtype) -> Iterator[Tensor]:
         """The whole in pieces, as the original or we order it; a qkv matrix that changes its order is one piece."""
-        turned = name.endswith("qkv.weight") and to_theirs != self.is_original
+        is_paper = model.block is BlockName.paper  # the original has no other, and an export of modern ones our order
+        turned = is_paper and name.endswith("qkv.weight") and to_theirs != self.is_original
         count = self.shape[0] if turned else max(1, PIECE // (math.prod(self.shape[1:]) * self.dtype.itemsize))
         for first in range(0, self.shape[0], count):
             piece = self.rows(first, min(first + count, self.shape[0]))
             if turned:
-                piece = (to_original if to_theirs else from_original)(name, piece, num_heads)
+                piece = (to_original if to_theirs else from_original)(name, piece, model.num_heads)
             yield piece.to(dtype).contiguous()
 
 
@@ -176,14 +177,17 @@ def _open_hugging_face(folder: Path) -> Source:
     except CheckpointError as error:
         faults += error.faults
     kinds: dict[str, tuple[Any, ...]] = {"dropout": (float, int), "time_conditioning": (bool,)}
-    kinds |= {"mask_token_id": (int, type(None)), "mask_index": (int, type(None))}
+    kinds |= dict.fromkeys(("mask_token_id", "mask_index", "n_kv_heads"), (int, type(None)))
     faults += [f"{folder / 'config.json'}: {name}={told[name]!r} is of a wrong type."
                for name, kind in kinds.items() if name in told and type(told[name]) not in kind]  # fmt: skip
+    if told.get("block", "paper") not in BlockName.__members__:
+        known = " or ".join(BlockName)
+        faults.append(f"{folder / 'config.json'}: block={told['block']!r} is unknown; it must be {known}.")
     if faults:
         raise CheckpointError(*faults)
     model = ModelConfig(
         told["hidden_dim"], told["n_blocks"], told["n_heads"], told["cond_dim"], float(told.get("dropout", 0.1)),
-        bool(told.get("time_conditioning", False)),
+        bool(told.get("time_conditioning", False)), BlockName(told.get("block", "paper")), told.get("n_kv_heads"),
     )  # fmt: skip
     ours = told.get("mdlm_scale") or {}
     config = config_module.from_tree(ours.get("config", {}))

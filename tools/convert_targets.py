@@ -21,7 +21,7 @@ from transformers import AutoTokenizer  # noqa: F401 - used by what is called he
 
 from mdlm_scale import config as config_module
 from mdlm_scale import log as log_module
-from mdlm_scale.config import TokenizerConfig
+from mdlm_scale.config import BlockName, TokenizerConfig
 from mdlm_scale.data import tokenizer as tokenizer_module
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.errors import CheckpointError, ConfigError, UserError
@@ -110,6 +110,11 @@ def checked(args: Namespace) -> Plan:
         errors += [ConfigError(fault) for fault in _vocabulary_faults(source, tokenizer, mask_id)]
         if args.raw and "model" not in source.weights:
             errors.append(ConfigError(f"--raw: {source.path} has only averaged weights. Leave it out."))
+        if args.to == "mdlm" and source.config.model.block is not BlockName.paper:
+            fault = (
+                f"{source.path} has model.block={source.config.model.block}, which the original's code does not know."
+            )
+            errors.append(ConfigError(f"{fault} Choose --to hf or native."))
     if errors or source is None:
         raise type(errors[0])(*dict.fromkeys(fault for error in errors for fault in error.faults))
     kind = "model" if args.raw or "ema" not in source.weights else "ema"
@@ -284,9 +289,7 @@ def _write_weights(path: Path, plan: Plan, entries: Entries, progress: _Progress
     def contents() -> Iterator[Any]:
         for name, weight in entries.values():
             written = 0
-            for piece in weight.pieces(
-                name, plan.source.config.model.num_heads, plan.to != "native", plan.dtype_of(weight)
-            ):
+            for piece in weight.pieces(name, plan.source.config.model, plan.to != "native", plan.dtype_of(weight)):
                 yield piece.view(torch.uint8).numpy()
                 written += piece.nbytes
                 progress.add(piece.nbytes, name)

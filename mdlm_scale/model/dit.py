@@ -3,7 +3,8 @@
 The head and the loss are part of the forward pass, on masked rows only, so that no caller ever sees B x L x V logits
 and so that an engine that shards parameters gathers them where they are used. The model knows no ranks. The residual
 stream is at least float32; every Linear computes in the dtype of its weight.
-B sequences, L positions, D width, H heads, K head width, V vocabulary, C conditioning width, M masked rows.
+B sequences, L positions, D width, H heads, G heads of keys and values (groups of heads), K head width, S parts of a
+group, F width inside the MLP, V vocabulary, C conditioning width, M masked rows.
 """
 
 import math
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from mdlm_scale import kernels
-from mdlm_scale.config import ModelConfig, Recompute, outside
+from mdlm_scale.config import BlockName, ModelConfig, Recompute, outside
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.diffusion.noise import is_dropped
 from mdlm_scale.model.head import Head
 
 SITES = 2  # places a block drops activations at: after attention, after the MLP
 SINUSOID_WIDTH = 256
+EPS = 1e-5  # of the norms
 
 
 class DiT(nn.Module):
@@ -34,7 +36,7 @@ class DiT(nn.Module):
         self.time_in = Linear(SINUSOID_WIDTH, config.cond_size)
         self.time_out = Linear(config.cond_size, config.cond_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = Norm(width)
+        self.norm = Norm(width, config.block)
         self.modulation = Linear(config.cond_size, 2 * width)
         self.head = Head(width, vocab_size, mask_id)
 
@@ -78,20 +80,29 @@ class DiT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + gate * dropout(attention(norm(x))), then the same with an MLP; shifts, scales and gates come from c."""
+    """x + gate * dropout(attention(norm(x))), then the same with an MLP; shifts, scales and gates come from c.
+
+    Rows of qkv are ordered (group of heads, [its q's, k, v], head width), those of a modern mlp_in (unit, [gate, up]):
+    a slice of either is whole units, which tensor-parallel ranks deal out.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        width = config.hidden_size
-        self.num_heads = config.num_heads
+        width, kv_heads = config.hidden_size, num_kv_heads(config)
+        self.is_modern = config.block is BlockName.modern
+        self.num_kv_heads = kv_heads
         self.dropout = config.dropout
         self.position_slice = 0  # which of equally long slices of the positions is here
-        self.norm1 = Norm(width)
-        self.qkv = Linear(width, 3 * width, bias=False)  # rows ordered (head, [q, k, v], head width)
+        self.norm1 = Norm(width, config.block)
+        head_width = width // config.num_heads
+        self.qkv = Linear(width, (config.num_heads + 2 * kv_heads) * head_width, bias=False)
+        if self.is_modern:
+            self.norm_qk = HeadNorm((config.num_heads + kv_heads) * head_width)
         self.attn_out = Linear(width, width, bias=False)
-        self.norm2 = Norm(width)
-        self.mlp_in = Linear(width, 4 * width)
-        self.mlp_out = Linear(4 * width, width)
+        self.norm2 = Norm(width, config.block)
+        inside = mlp_width(config)
+        self.mlp_in = Linear(width, 2 * inside if self.is_modern else inside, bias=not self.is_modern)
+        self.mlp_out = Linear(inside, width, bias=not self.is_modern)
         self.modulation = Linear(config.cond_size, 6 * width)
 
     def forward(self, x_BLD: Tensor, c_BC: Tensor, rotation: tuple[Tensor, Tensor], keys: Tensor | None) -> Tensor:
@@ -100,13 +111,16 @@ class Block(nn.Module):
         keep_prob = 1.0 if keys is None else 1.0 - self.dropout
         y_BLD = self.attention(self.norm1(x_BLD, shift1, scale1), rotation)
         x_BLD = torch.addcmul(x_BLD, at_least_fp32(gate1) / keep_prob, self.drop(y_BLD, keys, 0))
-        y_BLD = self.mlp_out(F.gelu(self.mlp_in(self.norm2(x_BLD, shift2, scale2)), approximate="tanh"))
+        y_BLF = self.mlp_in(self.norm2(x_BLD, shift2, scale2))
+        y_BLD = self.mlp_out(_SwiGlu.apply(y_BLF) if self.is_modern else F.gelu(y_BLF, approximate="tanh"))
         return torch.addcmul(x_BLD, at_least_fp32(gate2) / keep_prob, self.drop(y_BLD, keys, 1))
 
     def attention(self, x_BLD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        qkv_BLHSK = self.qkv(x_BLD).unflatten(-1, (self.num_heads, 3, -1))
-        q_BLHK, k_BLHK = rotate(qkv_BLHSK[..., :2, :], rotation).unbind(-2)
-        return self.attn_out(kernels.attention(q_BLHK, k_BLHK, qkv_BLHSK[..., 2, :]).flatten(2))
+        qkv_BLGSK = self.qkv(x_BLD).unflatten(-1, (self.num_kv_heads, -1, 2 * rotation[0].shape[1]))
+        qk_BLGSK, v_BLGK = qkv_BLGSK[..., :-1, :], qkv_BLGSK[..., -1, :]
+        qk_BLGSK = rotate(self.norm_qk(qk_BLGSK) if self.is_modern else qk_BLGSK, rotation)
+        q_BLHK, k_BLGK = qk_BLGSK[..., :-1, :].flatten(2, 3), qk_BLGSK[..., -1, :]
+        return self.attn_out(kernels.attention(q_BLHK, k_BLGK, v_BLGK).flatten(2))
 
     def drop(self, y_BLD: Tensor, keys: Tensor | None, site: int) -> Tensor:
         """Counter-based dropout: which elements fall is a function of the sample's key, not of a generator."""
@@ -127,18 +141,41 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """LayerNorm with a weight only, followed by x * (1 + scale) + shift; at least float32."""
+    """LayerNorm (modern: RMSNorm) with a weight only, followed by x * (1 + scale) + shift; at least float32."""
+
+    def __init__(self, width: int, block: BlockName) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.block = block
+        self.normed = rms_norm if block is BlockName.modern else layer_norm
+
+    def forward(self, x_BLD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
+        weight_D, shift_B1D, scale_B1D = (at_least_fp32(p) for p in (self.weight, shift_B1D, scale_B1D))
+        if len(shift_B1D) == 1:  # one modulation for all samples is an ordinary LayerNorm
+            return self.normed(x_BLD, weight_D * (1 + scale_B1D[0, 0]), shift_B1D[0, 0])
+        return torch.addcmul(shift_B1D, self.normed(x_BLD, weight_D, None), 1 + scale_B1D)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each head of queries and keys, with a weight for each of its channels: products of queries and keys
+    cannot grow with the weights, which keeps large models stable in half precision (arXiv 2302.05442)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
 
-    def forward(self, x_BLD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
-        weight_D, shift_B1D, scale_B1D = (at_least_fp32(p) for p in (self.weight, shift_B1D, scale_B1D))
-        if len(shift_B1D) == 1:  # one modulation for all samples is an ordinary LayerNorm
-            scaled_D = weight_D * (1 + scale_B1D[0, 0])
-            return F.layer_norm(x_BLD, weight_D.shape, scaled_D, shift_B1D[0, 0], eps=1e-5)
-        return torch.addcmul(shift_B1D, F.layer_norm(x_BLD, weight_D.shape, weight_D, eps=1e-5), 1 + scale_B1D)
+    def forward(self, qk_BLGSK: Tensor) -> Tensor:
+        weight_GSK = self.weight.view(qk_BLGSK.shape[2:])
+        return F.rms_norm(qk_BLGSK, qk_BLGSK.shape[-1:], eps=EPS) * weight_GSK
+
+
+def layer_norm(x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
+    return F.layer_norm(x_BLD, weight_D.shape, weight_D, bias_D, EPS)
+
+
+def rms_norm(x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
+    y_BLD = F.rms_norm(x_BLD, weight_D.shape, weight_D, EPS)
+    return y_BLD if bias_D is None else y_BLD + bias_D
 
 
 def keep_products() -> Any:
@@ -200,6 +237,36 @@ def rotate(x_BLHSK: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return _Rotate.apply(x_BLHSK, cos, sin)
 
 
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up of neighbouring columns (arXiv 2002.05202). Only what comes in is kept for the backward pass:
+    autograd would keep four tensors of the result's size more."""
+
+    @staticmethod
+    def forward(ctx: Any, y_BLF: Tensor) -> Tensor:
+        ctx.save_for_backward(y_BLF)
+        gate, up = at_least_fp32(y_BLF).unflatten(-1, (-1, 2)).unbind(-1)
+        return (F.silu(gate) * up).to(y_BLF.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_BLF: Tensor) -> Tensor:
+        (y_BLF,) = ctx.saved_tensors
+        gate, up = at_least_fp32(y_BLF).unflatten(-1, (-1, 2)).unbind(-1)
+        share = torch.sigmoid(gate)
+        d_up = d_BLF * gate * share
+        d_gate = d_BLF * up * share * (1 + gate * (1 - share))
+        return torch.stack([d_gate, d_up], dim=-1).flatten(-2).to(y_BLF.dtype)
+
+
+def num_kv_heads(config: ModelConfig) -> int:
+    """G, heads of keys and values."""
+    return config.num_kv_heads or config.num_heads
+
+
+def mlp_width(config: ModelConfig) -> int:
+    """F; modern: 8/3 of the width, rounded up to what GPUs like, so that three matrices have the weights of two."""
+    return -(-8 * config.hidden_size // (3 * 256)) * 256 if config.block is BlockName.modern else 4 * config.hidden_size
+
+
 def faults(config: ModelConfig) -> list[str]:
     """What is wrong with the model section."""
     found = outside("model", config, ("hidden_size", "num_layers", "num_heads", "cond_size"))
@@ -213,4 +280,10 @@ def faults(config: ModelConfig) -> list[str]:
         fault = "does not divide" if width % heads else f"gives an odd head width, {width // heads}, with"
         advice = f"Nearest that work: {near}." if near else "The width must be even: the rotary embedding turns pairs."
         found.append(f"model.num_heads={heads} {fault} model.hidden_size={width}. {advice}")
+    kv_heads = config.num_kv_heads
+    if kv_heads is not None and config.block is not BlockName.modern:
+        found.append(f"model.num_kv_heads={kv_heads} is a setting of model.block=modern, not of {config.block}.")
+    elif kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        divisors = ", ".join(str(g) for g in range(1, heads + 1) if heads % g == 0)
+        found.append(f"model.num_kv_heads={kv_heads} does not divide model.num_heads={heads}. These do: {divisors}.")
     return found

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mdlm_scale import kernels
 from mdlm_scale.diffusion.corrupt import row_faults
 from mdlm_scale.kernels import HALF
 
@@ -70,11 +71,13 @@ def masked_cross_entropy(
     shard: VocabShard = WHOLE,
     chunk_rows: int | None = None,
     fixed_shapes: bool | None = None,
+    row_kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum of weighted nats of the target tokens, and each row's unweighted nats, (M,), without gradient.
 
     `chunk_rows` is the largest chunk. With `fixed_shapes`, the default on a GPU, rows of weight 0 complete the last
     one: M differs from step to step, and a GPU's allocator and libraries prefer sizes they have met before.
+    `row_kernel` is what `kernels.row_kernel` chooses, if it is not said.
     """
     on_cpu = hidden_MD.device.type == "cpu"
     if chunk_rows is None:
@@ -95,9 +98,10 @@ def masked_cross_entropy(
         hidden_MD = F.pad(hidden_MD, (0, 0, 0, more))
         target_M = F.pad(target_M, (0, more), value=int(mask_id == 0))  # any token but the mask
         row_weight_M = F.pad(row_weight_M, (0, more))
+    by_triton = (row_kernel or kernels.row_kernel(hidden_MD.device.type)) == "triton"
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_MD, weight_VD, bias_V))
     with torch.no_grad():
-        work = _Pass(hidden_MD, weight_VD, bias_V, target_M, row_weight_M, mask_id, shard, with_gradient)
+        work = _Pass(hidden_MD, weight_VD, bias_V, target_M, row_weight_M, mask_id, shard, with_gradient, by_triton)
     loss_sum, nll_M = _MaskedCrossEntropy.apply(hidden_MD, weight_VD, bias_V, work, chunk_rows)
     return loss_sum, nll_M[:num_rows]
 
@@ -134,6 +138,7 @@ class _Chunk:
 
     at: slice
     exp_RV: Tensor
+    lacking_R: Tensor | float  # exp(logit - own max) of the target, if exp_RV is without it
     own_max_R: Tensor
     combined: Combined
 
@@ -151,14 +156,17 @@ class _Pass:
         mask_id: int,
         shard: VocabShard,
         with_gradient: bool,
+        by_triton: bool,
     ) -> None:
         self.wide = torch.float32 if hidden_MD.dtype in HALF else hidden_MD.dtype
         self.hidden_MD, self.weight_VD, self.shard, self.with_gradient = hidden_MD, weight_VD, shard, with_gradient
         self.row_weight_M = row_weight_M.to(self.wide)
+        self.by_triton = by_triton
+        self.width = len(weight_VD) + (-len(weight_VD) % kernels.ROW_MULTIPLE if by_triton else 0)
         num_valid = len(weight_VD) if shard.num_valid is None else shard.num_valid
         # columns that are no answer, the mask token's and padding, get a bias of -inf
-        self.bias_V = bias_V.to(self.wide, copy=True)
-        self.bias_V[num_valid:] = -torch.inf
+        self.bias_V = bias_V.new_full((self.width,), -torch.inf, dtype=None if by_triton else self.wide)
+        self.bias_V[:num_valid] = bias_V[:num_valid]
         if 0 <= mask_id - shard.start < num_valid:
             self.bias_V[mask_id - shard.start] = -torch.inf
         self.column_M = target_M - shard.start
@@ -174,7 +182,7 @@ class _Pass:
         """Every chunk. With shards two are open at a time: the exchange of one hides behind the other's products."""
         num_rows = len(self.hidden_MD)
         chunks = [slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
-        numel = min(chunk_rows, num_rows) * len(self.weight_VD)
+        numel = min(chunk_rows, num_rows) * self.width
         buffers = [self.hidden_MD.new_empty(numel) for _ in range(1 if self.shard.combine is None else 2)]
         opened: list[_Chunk] = []
         for i, at in enumerate(chunks):
@@ -187,15 +195,24 @@ class _Pass:
     def start(self, at: slice, buffer: Tensor) -> _Chunk:
         """Logits and their exponentials, and this shard's part of the softmax on its way to the others."""
         rows, columns = at.stop - at.start, len(self.weight_VD)
-        # transposed in memory: all three products are faster on a CPU, by a tenth
-        logits_RV = buffer[: rows * columns].view(columns, rows).t()
-        torch.mm(self.hidden_MD[at], self.weight_VD.t(), out=logits_RV)
-        logits_RV = logits_RV.to(self.wide)
-        max_R = _add_and_max(logits_RV, self.bias_V)
-        target_R = torch.where(self.is_here_M[at], logits_RV.gather(1, self.column_M[at]).squeeze(1), 0.0)
-        sum_R = _exp_and_sum(logits_RV, max_R)
+        hidden_RD, weight_DV, is_here_R = self.hidden_MD[at], self.weight_VD.t(), self.is_here_M[at]
+        lacking_R: Tensor | float = 0.0
+        if self.by_triton:
+            padded_RV = buffer[: rows * self.width].view(rows, self.width)
+            logits_RV = torch.mm(hidden_RD, weight_DV, out=padded_RV[:, :columns])
+            column_R = torch.where(is_here_R, self.column_M[at].squeeze(1), -1)
+            max_R, sum_R, target_R = kernels.softmax_rows(padded_RV, self.bias_V, column_R)
+            lacking_R = (target_R - max_R).exp_()
+        else:
+            # transposed in memory: all three products are faster on a CPU, by a tenth
+            logits_RV = torch.mm(hidden_RD, weight_DV, out=buffer[: rows * columns].view(columns, rows).t())
+            logits_RV = logits_RV.to(self.wide)
+            max_R = _add_and_max(logits_RV, self.bias_V)
+            target_R = torch.where(is_here_R, logits_RV.gather(1, self.column_M[at]).squeeze(1), 0.0)
+            sum_R = _exp_and_sum(logits_RV, max_R)
         own = (max_R, sum_R, target_R)
-        return _Chunk(at, logits_RV, max_R, (lambda: own) if self.shard.combine is None else self.shard.combine(*own))
+        combined = (lambda: own) if self.shard.combine is None else self.shard.combine(*own)
+        return _Chunk(at, logits_RV, lacking_R, max_R, combined)
 
     def finish(self, chunk: _Chunk) -> None:
         """Nats, and gradients: d nats / d logit = (softmax - onehot) * row weight = (exp - sum * onehot) * scale.
@@ -211,9 +228,13 @@ class _Pass:
         # and the floor keeps the division below finite
         shift_R = (chunk.own_max_R - max_R).exp_().clamp_min_(1e-25)
         scale_R = self.row_weight_M[at] * shift_R / sum_R
-        exp_RV.scatter_add_(1, self.column_M[at], torch.where(self.is_here_M[at], -sum_R / shift_R, 0.0)[:, None])
-        self.d_bias_V.addmv_(exp_RV.t(), scale_R)
-        exp_RV = exp_RV.to(self.hidden_MD.dtype)
+        onehot_R = torch.where(self.is_here_M[at], chunk.lacking_R - sum_R / shift_R, 0.0)
+        exp_RV.scatter_add_(1, self.column_M[at], onehot_R[:, None].to(exp_RV.dtype))
+        if exp_RV.dtype == self.wide:
+            self.d_bias_V.addmv_(exp_RV.t(), scale_R)
+            exp_RV = exp_RV.to(self.hidden_MD.dtype)
+        else:
+            self.d_bias_V += exp_RV.t() @ scale_R.to(exp_RV.dtype)
         torch.mm(exp_RV, self.weight_VD, out=self.d_hidden_MD[at]).mul_(scale_R[:, None])
         scaled_RD = (self.hidden_MD[at] * scale_R[:, None]).to(self.hidden_MD.dtype)
         if self.wide == self.hidden_MD.dtype:

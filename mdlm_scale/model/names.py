@@ -1,7 +1,8 @@
 """One name for each parameter in each world: ours, and the original code's (which Hugging Face's checkpoint uses too).
 
 The only tensor that differs is the fused qkv matrix: ours orders its rows (head, [q, k, v], head width), so that a
-contiguous slice holds whole heads; the original's are q | k | v, each (head, head width).
+contiguous slice holds whole heads; the original's are q | k | v, each (head, head width). The original knows no modern
+blocks: an export of those has the same names, and its rows as ours are.
 """
 
 import re
@@ -14,7 +15,7 @@ _TO_ORIGINAL = (
     (r"time_out\.(weight|bias)", r"sigma_map.mlp.2.\1"),
     (r"blocks\.(\d+)\.(norm1|norm2)\.weight", r"blocks.\1.\2.weight"),
     (r"blocks\.(\d+)\.qkv\.weight", r"blocks.\1.attn_qkv.weight"),
-    (r"blocks\.(\d+)\.attn_out\.weight", r"blocks.\1.attn_out.weight"),
+    (r"blocks\.(\d+)\.(norm_qk|attn_out)\.weight", r"blocks.\1.\2.weight"),
     (r"blocks\.(\d+)\.mlp_in\.(weight|bias)", r"blocks.\1.mlp.0.\2"),
     (r"blocks\.(\d+)\.mlp_out\.(weight|bias)", r"blocks.\1.mlp.2.\2"),
     (r"blocks\.(\d+)\.modulation\.(weight|bias)", r"blocks.\1.adaLN_modulation.\2"),

@@ -105,7 +105,7 @@ class ZeroEngine:
         for name, weight in self.weights.items():
             weight.tensor_model_parallel = self.cut.places[name].is_cut  # else its norm is counted on one rank alone
         self.cut.sum_partial_in_backward(self.weights)
-        optimizer = parts.make_optimizer(list(self.weights.values()))
+        optimizer = parts.make_optimizer(self.weights)
         self.engine, self.optimizer = _initialize(model, optimizer, written, groups)
         _check_names(self.engine, self.optimizer)
         _check_names(*self.weights.values(), names=("ds_shape", "ds_numel") if self.stage == 3 else ("_hp_mapping",))

@@ -3,7 +3,7 @@
 Gradients are sums over the global batch divided once by its number of real tokens; they are never averaged over ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mdlm_scale.diffusion.corrupt import Batch
 from mdlm_scale.parallel.cut import Cut, InitRange, Place
 
-MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]  # of tensors by their parameters' names
 Judge = Callable[[float], bool]  # of the global gradient norm; every rank comes to the same verdict
 
 

@@ -28,7 +28,7 @@ class Masters:
         self.max_norm = parts.max_norm
         self.sum_ranks = sum_ranks
         self.copies = {name: replicas * parts.cut.copies(name) for name in masters}
-        self.optimizer = parts.make_optimizer(list(masters.values()))
+        self.optimizer = parts.make_optimizer(masters)
         set_adam_step(self.optimizer, masters.values(), 0)
         moments = self.optimizer.state
         self._shards = {

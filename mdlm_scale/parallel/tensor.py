@@ -24,7 +24,7 @@ if not torch.cuda.is_available():  # advice for GPUs, at the first backward pass
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 from mdlm_scale.config import DataConfig, ModelConfig, ParallelConfig
-from mdlm_scale.model.dit import Block, DiT, Linear, Norm
+from mdlm_scale.model.dit import Block, DiT, Linear, Norm, mlp_width, num_kv_heads
 from mdlm_scale.model.head import Combined, VocabShard
 from mdlm_scale.parallel import sequence
 from mdlm_scale.parallel.cut import Cut, Place
@@ -33,7 +33,8 @@ from mdlm_scale.parallel.cut import Cut, Place
 # time embedding are small, and a sum for each would cost more than what it saves
 PLAN = {
     "embed.weight": 0,
-    "blocks.*.qkv.weight": 0,  # rows ordered by head: a slice is some heads
+    "blocks.*.qkv.weight": 0,  # rows ordered by group of heads: a slice is some groups
+    "blocks.*.norm_qk.weight": 0,
     "blocks.*.attn_out.weight": 1,
     "blocks.*.mlp_in.weight": 0,
     "blocks.*.mlp_in.bias": 0,
@@ -55,9 +56,11 @@ def cut(model: DiT, group: dist.ProcessGroup, sequence_parallel: bool) -> Cut:
     places = {name: place(name, p.shape, rank, size) for name, p in model.named_parameters()}
     with torch.device("meta"):
         model.embed = _Embedding(places["embed.weight"], group, sequence_parallel)
-        for block in model.blocks:
+        for i, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            block.num_heads //= size
+            block.num_kv_heads //= size
+            if block.is_modern:
+                block.norm_qk.weight = nn.Parameter(torch.empty(places[f"blocks.{i}.norm_qk.weight"].shape))
             block.position_slice = rank if sequence_parallel else 0
             for name in ("qkv", "mlp_in"):
                 setattr(block, name, _Column(getattr(block, name), group, sequence_parallel))
@@ -87,12 +90,12 @@ def vocab_shard(own: Place, group: dist.ProcessGroup, sequence_parallel: bool) -
 def faults(parallel: ParallelConfig, model: ModelConfig, data: DataConfig) -> list[str]:
     """What is wrong with cutting this model."""
     size, found = parallel.tp_size, []
-    if model.num_heads % size:
-        fitting = ", ".join(str(n) for n in range(1, model.num_heads + 1) if model.num_heads % n == 0)
-        found.append(
-            f"parallel.tp_size={size} does not divide model.num_heads={model.num_heads}, and a head is not cut. "
-            f"These do: {fitting}."
-        )
+    groups, inside = num_kv_heads(model), mlp_width(model)
+    if groups % size or inside % size:
+        heads = "num_heads" if model.num_kv_heads is None else "num_kv_heads"
+        what = f"model.{heads}={groups}, and a head is not cut" if groups % size else f"{inside}, the width of the MLP"
+        fitting = ", ".join(str(n) for n in range(1, groups + 1) if groups % n == 0 and inside % n == 0)
+        found.append(f"parallel.tp_size={size} does not divide {what}. These do: {fitting}.")
     if parallel.sequence_parallel and data.length % size:
         below = data.length // size * size
         near = " or ".join(str(n) for n in (below, below + size) if n)
@@ -172,7 +175,7 @@ class _JoinedNorm(Norm):
     """The norm before the head, whose rows may be of any position."""
 
     def __init__(self, norm: Norm, group: dist.ProcessGroup) -> None:
-        super().__init__(len(norm.weight))
+        super().__init__(len(norm.weight), norm.block)
         self.group = group
 
     def forward(self, x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The model and the engine of a run, out of its configuration; which engine serves, and what it needs."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
+from torch import Tensor
 
 from mdlm_scale import kernels
 from mdlm_scale.config import Config, Device, EngineName, ParallelConfig, Precision, outside
@@ -15,6 +16,7 @@ from mdlm_scale.parallel.engine import Engine, Parts
 from mdlm_scale.parallel.groups import Groups, World
 from mdlm_scale.parallel.plain import PlainEngine
 from mdlm_scale.parallel.zero_json import KNOWN_VERSION
+from mdlm_scale.run import optimizer
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.float32: torch.float32, Precision.float64: torch.float64}
 
@@ -66,7 +68,12 @@ def build_engine(
     """The process groups must be open, unless the engine is the plain one."""
     parallel = config.parallel
     dtype = DTYPES[config.train.precision]
-    make_optimizer = partial(kernels.adamw, config=config.optimizer, device=device, sharded=is_sharded(parallel))
+    without_decay = optimizer.undecayed(model)
+
+    def make_optimizer(params: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        groups = optimizer.groups(params, without_decay)
+        return kernels.adamw(groups, config.optimizer, device, is_sharded(parallel))
+
     cut = _cut(config, model, groups)
     parts = Parts(model, cut, cut.init_range(init_range), make_optimizer, config.optimizer.max_grad_norm, device, dtype)
     if parallel.engine is EngineName.plain:

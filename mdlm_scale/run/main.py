@@ -30,7 +30,7 @@ from mdlm_scale.log import log
 from mdlm_scale.model import dit, init
 from mdlm_scale.model.sizes import Sizes, gemm_rate, sizes
 from mdlm_scale.parallel.groups import Groups, Over, World, world
-from mdlm_scale.run import build, checkpoint, evaluate, guard, optimizer, saver
+from mdlm_scale.run import build, checkpoint, evaluate, guard, optimizer, saver, self_test
 from mdlm_scale.run.attempt import Attempt
 from mdlm_scale.run.checkpoint import State
 from mdlm_scale.run.ema import Ema
@@ -298,8 +298,10 @@ def _announce(
     )
     log.info(f"train {data.train.describe()}; validation {data.validation.describe()}")
     log.info(f"{own_layout.describe()}; engine {_engine_text(config)}")
-    kernel = kernels.describe(device, build.DTYPES[config.train.precision], build.is_sharded(parallel))
+    where = (device, build.DTYPES[config.train.precision], build.is_sharded(parallel))
     log.info(
         f"model {size.num_parameters:,} parameters, V {data.tokenizer.vocab_size}, mask id {data.tokenizer.mask_id}; "
-        f"{config.train.precision} on {device}; {kernel}"
+        f"{config.train.precision} on {device}; {kernels.describe(*where)}"
     )
+    for found in self_test.check(*where):
+        log.info(found)

@@ -1,8 +1,13 @@
-"""The learning rate, a function of the step, and the rules of the optimizer section."""
+"""The learning rate, a function of the step; which parameters decay; the rules of the optimizer section."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from mdlm_scale.config import EmaConfig, LrSchedule, OptimizerConfig, outside
+from torch import Tensor
+
+from mdlm_scale.config import BlockName, EmaConfig, LrSchedule, OptimizerConfig, outside
+from mdlm_scale.model.dit import DiT
 
 COSINE_FLOOR = 0.1  # of the peak, reached at `cosine_steps` and kept
 
@@ -16,6 +21,19 @@ def lr_at(config: OptimizerConfig, step: int) -> float:
     assert config.cosine_steps is not None, "a cosine without its end passed the checks"
     progress = min(1.0, (step - config.warmup_steps) / (config.cosine_steps - config.warmup_steps))
     return config.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def undecayed(model: DiT) -> set[str]:
+    """Parameters without weight decay: in a modern model norms and biases, in the paper's none."""
+    is_modern = model.config.block is BlockName.modern
+    return {name for name, p in model.named_parameters() if is_modern and p.dim() < 2}
+
+
+def groups(params: Mapping[str, Tensor], undecayed: set[str]) -> list[dict[str, Any]]:
+    """The optimizer's groups. By name: what an engine holds of a matrix may be flat."""
+    with_decay = [p for name, p in params.items() if name not in undecayed]
+    without = [p for name, p in params.items() if name in undecayed]
+    return [{"params": with_decay}, *([{"params": without, "weight_decay": 0.0}] if without else [])]
 
 
 def faults(config: OptimizerConfig, ema: EmaConfig) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from mdlm_scale.config import DiffusionConfig, ModelConfig, Recompute
+from mdlm_scale.config import BlockName, DiffusionConfig, ModelConfig, Recompute
 from mdlm_scale.diffusion.corrupt import Batch, corrupted
 from mdlm_scale.diffusion.noise import is_dropped, times
 from mdlm_scale.diffusion.schedule import from_config
@@ -24,6 +24,7 @@ from mdlm_scale.model.init import fills, init_range
 
 VOCAB, MASK, LENGTH, BATCH = 13, 6, 10, 4
 CONFIG = ModelConfig(hidden_size=24, num_layers=2, num_heads=3, cond_size=5, dropout=0.25, time_conditioning=True)
+MODERN = replace(CONFIG, block=BlockName.modern, num_heads=6, num_kv_heads=2)
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> DiT:
@@ -81,9 +82,10 @@ def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tol
 
 def plain_loss(p: dict[str, Tensor], config: ModelConfig, batch: Batch) -> Tensor:
     """The whole network and its loss, written from the paper's description, with nothing fused and every row scored."""
+    is_modern = config.block is BlockName.modern
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
+        centred = x if is_modern else x - x.mean(-1, keepdim=True)
         return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
     def gelu(x: Tensor) -> Tensor:
@@ -122,13 +124,23 @@ def plain_loss(p: dict[str, Tensor], config: ModelConfig, batch: Batch) -> Tenso
         modulation = linear(c, b + "modulation").view(len(c), 6, 1, -1).unbind(1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = modulation
         y = norm(x, p[b + "norm1.weight"]) * (1 + scale_attn) + shift_attn
-        qkv = linear(y, b + "qkv").view(len(x), LENGTH, config.num_heads, 3, -1)
-        q, k, v = rotary(qkv[..., 0, :]), rotary(qkv[..., 1, :]), qkv[..., 2, :]
+        groups = config.num_kv_heads or config.num_heads
+        heads = config.num_heads // groups  # of a group
+        qkv = linear(y, b + "qkv").view(len(x), LENGTH, groups, heads + 2, -1)
+        if is_modern:
+            weight = p[b + "norm_qk.weight"].view(groups, heads + 1, -1)
+            qkv = torch.cat([norm(qkv[..., :-1, :], weight), qkv[..., -1:, :]], dim=3)
+        each = [(g, h) for g in range(groups) for h in range(heads)]
+        q = rotary(torch.stack([qkv[:, :, g, h] for g, h in each], dim=2))
+        k = rotary(torch.stack([qkv[:, :, g, -2] for g, _ in each], dim=2))
+        v = torch.stack([qkv[:, :, g, -1] for g, _ in each], dim=2)
         attention = torch.softmax(torch.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(q.shape[-1]), dim=-1)
         y = linear(torch.einsum("bhqs,bshk->bqhk", attention, v).flatten(2), b + "attn_out")
         x = x + gate_attn * dropped(y, 2 * i)
         y = norm(x, p[b + "norm2.weight"]) * (1 + scale_mlp) + shift_mlp
-        y = linear(gelu(linear(y, b + "mlp_in")), b + "mlp_out")
+        y = linear(y, b + "mlp_in")
+        y = y[..., ::2] * torch.sigmoid(y[..., ::2]) * y[..., 1::2] if is_modern else gelu(y)
+        y = linear(y, b + "mlp_out")
         x = x + gate_mlp * dropped(y, 2 * i + 1)
     shift, scale = linear(c, "modulation").view(len(c), 2, 1, -1).unbind(1)
     logits_BLV = linear(norm(x, p["norm.weight"]) * (1 + scale) + shift, "head")
@@ -140,8 +152,11 @@ def plain_loss(p: dict[str, Tensor], config: ModelConfig, batch: Batch) -> Tenso
 
 @pytest.mark.parametrize("dropout_sites", [0, 4], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("time_conditioning", [False, True])
-def test_loss_and_gradients_match_a_plain_formula(time_conditioning: bool, dropout_sites: int) -> None:
-    config = replace(CONFIG, time_conditioning=time_conditioning)
+@pytest.mark.parametrize("base", [CONFIG, MODERN, replace(MODERN, num_kv_heads=None)], ids=["paper", "modern", "heads"])
+def test_loss_and_gradients_match_a_plain_formula(
+    base: ModelConfig, time_conditioning: bool, dropout_sites: int
+) -> None:
+    config = replace(base, time_conditioning=time_conditioning)
     model, batch = random_model(config), make_batch(dropout_sites)
     p = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     loss = plain_loss(p, config, batch)
@@ -250,7 +265,7 @@ def test_bf16_loss_is_close_to_float32() -> None:
 @pytest.mark.parametrize("num_modulations", [1, 2])
 def test_norm_computes_in_float32_from_bf16_modulation(num_modulations: int) -> None:
     generator = torch.Generator().manual_seed(2)
-    norm, x_BLD = Norm(64).bfloat16(), torch.randn(2, 3, 64, generator=generator)
+    norm, x_BLD = Norm(64, BlockName.paper).bfloat16(), torch.randn(2, 3, 64, generator=generator)
     torch.nn.init.ones_(norm.weight)
     shift, scale = 0.1 * torch.randn(2, num_modulations, 1, 64, generator=generator).bfloat16()
     expected = torch.nn.functional.layer_norm(x_BLD.double(), (64,)) * (1 + scale.double()) + shift.double()
@@ -300,6 +315,41 @@ def test_micro_batches_add_up_to_the_batch(time_conditioning: bool, cut: int) ->
 )
 def test_faults(change: dict[str, float], message: str | None) -> None:
     assert dit.faults(replace(CONFIG, **change)) == ([message] if message else [])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(CONFIG, num_kv_heads=3), "model.num_kv_heads=3 is a setting of model.block=modern, not of paper."),
+        (
+            replace(MODERN, num_kv_heads=4),
+            "model.num_kv_heads=4 does not divide model.num_heads=6. These do: 1, 2, 3, 6.",
+        ),
+        (
+            replace(MODERN, num_kv_heads=0),
+            "model.num_kv_heads=0 does not divide model.num_heads=6. These do: 1, 2, 3, 6.",
+        ),
+    ],
+)
+def test_faults_of_grouped_heads(config: ModelConfig, message: str) -> None:
+    assert dit.faults(config) == [message]
+
+
+def test_a_modern_mlp_keeps_only_its_input() -> None:
+    """Of the product before it, one tensor, though the formula has five."""
+    y = torch.linspace(-3, 3, 80, dtype=torch.float64).view(2, 2, 20).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        dit._SwiGlu.apply(y)
+    assert [t.shape for t in kept] == [y.shape]
+    assert torch.autograd.gradcheck(dit._SwiGlu.apply, y)
+
+
+@pytest.mark.parametrize(("width", "inside"), [(768, 2048), (1024, 2816), (2048, 5632), (3072, 8192), (4096, 11008)])
+def test_a_modern_mlp_is_as_large_as_the_papers(width: int, inside: int) -> None:
+    config = ModelConfig(hidden_size=width, block=BlockName.modern)
+    assert dit.mlp_width(config) == inside
+    assert 1.0 <= 3 * inside / (8 * width) < 1.04
 
 
 def test_faults_are_reported_at_once() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from mdlm_scale.config import ModelConfig
+from mdlm_scale.config import BlockName, ModelConfig
 from mdlm_scale.model import init
 from mdlm_scale.model.dit import DiT
 from mdlm_scale.model.init import Fill, fills, init_range
@@ -79,3 +79,13 @@ def test_each_parameter_starts_as_in_the_paper() -> None:
     with torch.device("meta"):
         model = DiT(CONFIG, vocab_size=11, mask_id=3)
     assert fills(model) == rest | {f"blocks.{i}.{name}": fill for i in range(2) for name, fill in block.items()}
+
+
+def test_what_adds_to_the_residual_stream_of_a_modern_model_starts_smaller_with_depth() -> None:
+    config = ModelConfig(hidden_size=12, num_layers=8, num_heads=2, block=BlockName.modern)
+    with torch.device("meta"):
+        found = fills(DiT(config, vocab_size=11, mask_id=3))
+    assert found["blocks.0.attn_out.weight"] == Fill(bound=1 / math.sqrt(12) / 4)
+    assert found["blocks.7.mlp_out.weight"] == Fill(bound=1 / math.sqrt(256) / 4)
+    assert found["blocks.0.qkv.weight"] == found["blocks.0.mlp_in.weight"] == Fill(bound=1 / math.sqrt(12))
+    assert found["blocks.0.norm_qk.weight"] == found["blocks.0.norm1.weight"] == Fill(1.0)

@@ -1,12 +1,13 @@
 """Parameter names of the public checkpoint, and the order of the fused qkv matrix in both worlds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from mdlm_scale.config import ModelConfig
+from mdlm_scale.config import BlockName, ModelConfig
 from mdlm_scale.model.dit import DiT
 from mdlm_scale.model.names import from_original, original_name, to_original
 
@@ -27,6 +28,14 @@ def test_names_are_those_of_the_public_checkpoint() -> None:
     model = DiT(CONFIG, vocab_size=7, mask_id=0)
     names = [original_name(name) for name, _ in model.named_parameters()]
     assert sorted(names) == sorted([*PUBLIC_REST, *(f"blocks.{i}.{name}" for i in range(11) for name in PUBLIC_BLOCK)])
+
+
+def test_names_of_modern_blocks_are_alike() -> None:
+    model = DiT(replace(CONFIG, block=BlockName.modern), vocab_size=7, mask_id=0)
+    names = {original_name(name) for name, _ in model.named_parameters()}
+    block = {f"blocks.{i}.{name}" for i in range(11) for name in PUBLIC_BLOCK if not name.startswith("mlp")}
+    own = {f"blocks.{i}.{name}.weight" for i in range(11) for name in ("norm_qk", "mlp.0", "mlp.2")}
+    assert names == {*PUBLIC_REST, *block, *own}
 
 
 @pytest.mark.parametrize("name", ["rotary.weight", "blocks.0.norm3.weight", "xhead.weight", "blocks.0.qkv.bias"])

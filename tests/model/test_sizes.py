@@ -1,13 +1,14 @@
 """Parameters of the paper's models, and floating-point operations against torch's own count."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mdlm_scale.config import EngineName, ModelConfig, ParallelConfig
+from mdlm_scale.config import BlockName, EngineName, ModelConfig, ParallelConfig
 from mdlm_scale.model.dit import SINUSOID_WIDTH, DiT
 from mdlm_scale.model.sizes import Sizes, gemm_rate, sizes
 
@@ -28,9 +29,10 @@ def test_number_of_parameters(config: ModelConfig, vocab_size: int, num_paramete
     assert sizes(config, vocab_size, length=1024).num_parameters == num_parameters
 
 
+@pytest.mark.parametrize("block", [{}, {"block": BlockName.modern, "num_kv_heads": 1}], ids=["paper", "modern"])
 @pytest.mark.parametrize("time_conditioning", [False, True])
-def test_forward_flops_are_those_that_torch_counts(time_conditioning: bool) -> None:
-    config = ModelConfig(16, 2, 2, cond_size=8, time_conditioning=time_conditioning)
+def test_forward_flops_are_those_that_torch_counts(time_conditioning: bool, block: dict[str, Any]) -> None:
+    config = ModelConfig(16, 2, 2, cond_size=8, time_conditioning=time_conditioning, **block)
     vocab_size, length, num_rows, num_masked = 11, 6, 3, 7
     model = DiT(config, vocab_size, mask_id=0)
     z_BL = torch.zeros(num_rows, length, dtype=torch.long)

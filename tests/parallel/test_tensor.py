@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from parity.cells import differences, fsdp, plain, zero
+from parity.cells import differences, fsdp, modern, plain, zero
 from parity.ranks import run_ranks
 from parity.trial import (
     CPU,
@@ -36,13 +36,14 @@ from mdlm_scale.run.saver import Saver
 from mdlm_scale.run.step import forward_backward
 
 
-def whole_model() -> DiT:
-    return build_model(config_of(plain()), VOCAB, MASK_ID)
+def whole_model(trial: Trial | None = None) -> DiT:
+    return build_model(config_of(trial or plain()), VOCAB, MASK_ID)
 
 
 @pytest.mark.parametrize("pattern", tensor.PLAN)
 def test_every_line_of_the_plan_names_parameters(pattern: str) -> None:
-    assert any(fnmatch(name, pattern) for name, _ in whole_model().named_parameters())
+    models = (whole_model(), whole_model(modern(plain())))
+    assert any(fnmatch(name, pattern) for model in models for name, _ in model.named_parameters())
 
 
 def test_what_grows_with_the_square_of_the_width_or_the_vocabulary_is_cut() -> None:
@@ -64,7 +65,7 @@ def made(groups: Groups, trial: Trial) -> dict[str, Any]:
         "kinds": [type(m).__mro__[1].__name__ for m in (block.qkv, block.mlp_in, block.attn_out, block.mlp_out)],
         "embedding": type(model.embed).__mro__[1].__name__,
         "devices": {p.device.type for p in model.parameters()},
-        "heads": block.num_heads,
+        "heads": block.num_kv_heads,
         "shard": (model.head.shard.start, model.head.shard.num_valid, len(model.head.weight)),
         "names": [name for name, _ in model.named_parameters()],
     }

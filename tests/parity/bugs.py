@@ -10,7 +10,7 @@ from typing import Any
 from mdlm_scale.layout import Layout
 from mdlm_scale.parallel.groups import Groups
 from parity import trial as trial_module
-from parity.cells import SELECTIVE, SLICED, TP2, WHOLE, differences, fsdp, zero
+from parity.cells import SELECTIVE, SLICED, TP2, WHOLE, differences, fsdp, modern, zero
 from parity.trial import Bug, Trial
 
 
@@ -206,6 +206,14 @@ def _sum_in_place(groups: Groups) -> None:
     tensor._Sum.forward = staticmethod(lambda ctx, x, group: tensor._summed(group, x))  # type: ignore[method-assign]
 
 
+def _decay_by_shape(groups: Groups) -> None:
+    """What decays is told by the shape of what a rank holds, which is flat for a matrix too."""
+    from mdlm_scale.run import optimizer
+
+    right = optimizer.groups
+    optimizer.groups = lambda params, _: right(params, {name for name, p in params.items() if p.dim() < 2})
+
+
 BUGS: dict[str, tuple[Bug, Trial]] = {
     "gradient divided by dp (FSDP2)": (_mean_in_fsdp, fsdp(2)),
     "gradient divided by dp (ZeRO 1)": (_mean_in_zero, zero(1, 2)),
@@ -231,6 +239,7 @@ BUGS: dict[str, tuple[Bug, Trial]] = {
     "dropout of every slice from position 0": (_dropout_from_position_zero, fsdp(2, **TP2, **SLICED)),
     "bias added on every tensor-parallel rank": (_bias_on_every_rank, fsdp(2, **TP2)),
     "sum in place on a kept product": (_sum_in_place, fsdp(2, **TP2, **SELECTIVE)),
+    "weight decay by the shape of a shard (ZeRO 3)": (_decay_by_shape, modern(zero(3, 2))),
 }
 
 

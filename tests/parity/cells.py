@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mdlm_scale.config import EngineName, ParallelConfig, Precision, Recompute
+from mdlm_scale.config import BlockName, EngineName, ParallelConfig, Precision, Recompute
 from parity.ranks import run_ranks
 from parity.trial import Bug, Trial, run_trial
 
@@ -52,6 +52,11 @@ def float32(trial: Trial) -> Trial:
         told = {k: v for k, v in parallel.deepspeed["zero_optimization"].items() if k != "reduce_scatter"}
         parallel = replace(parallel, deepspeed={"zero_optimization": told})
     return replace(trial, parallel=parallel, precision=Precision.float32)
+
+
+def modern(trial: Trial) -> Trial:
+    """Four heads in two groups; norms and biases do not decay."""
+    return replace(trial, block=BlockName.modern)
 
 
 def short(*cells: Cell) -> list[Cell]:
@@ -136,6 +141,20 @@ CELLS = [
         Cell("ZeRO 3 tp 2, compiled blocks", zero(3, 2, **TP2, compile=True), slow=True),
         *(Cell(f"ZeRO {stage} tp 2 x dp 2", float32(zero(stage, 4, **TP2)), slow=True) for stage in range(4)),
         Cell("ZeRO 1 tp 2 x dp 2, sequence parallel", float32(zero(1, 4, **TP2, **SLICED)), slow=True),
+        Cell("modern, accumulation", modern(plain(1))),
+        Cell("modern, recompute selective", modern(plain(**SELECTIVE)), slow=True),
+        Cell("modern, FSDP2 dp 2", modern(fsdp(2)), slow=True),
+        Cell("modern, FSDP2 tp 2", modern(fsdp(2, **TP2)), slow=True),
+        Cell("modern, FSDP2 tp 2, sequence parallel", modern(fsdp(2, **TP2, **SLICED))),
+        Cell("modern, FSDP2 tp 2 x dp 2", modern(fsdp(4, **TP2))),
+        Cell("modern, FSDP2 tp 2 x dp 2, sequence parallel", modern(fsdp(4, **TP2, **SLICED)), slow=True),
+        Cell("modern, HSDP 2 x 1 x tp 2", modern(fsdp(4, **TP2, replicate_size=2)), slow=True),
+        *(
+            Cell(f"modern, ZeRO {stage} tp 2 x dp 2", modern(zero(stage, 4, **TP2)), slow=stage != 1)
+            for stage in range(4)
+        ),
+        Cell("modern, ZeRO 3 tp 2 x dp 2", float32(modern(zero(3, 4, **TP2))), slow=True),
+        Cell("modern, compiled blocks", modern(plain(compile=True)), slow=True),
         Cell("compiled blocks", plain(compile=True), slow=True),
         Cell("FSDP2 dp 2, compiled blocks", fsdp(2, compile=True), slow=True),
         Cell("ZeRO 1 dp 2, compiled blocks", zero(1, 2, compile=True), slow=True),
@@ -195,6 +214,7 @@ def reference(trial: Trial) -> dict[str, Any]:
         steps=trial.steps,
         padded=trial.padded,
         time_conditioning=trial.time_conditioning,
+        block=trial.block,
         vocab_size=trial.vocab_size,
     )
     for known, result in _references:
@@ -209,7 +229,7 @@ def growth_for(trial: Trial) -> Differences | None:
     """What rounding alone does in float32: one process that adds up in another order. None in float64."""
     if trial.precision is Precision.float64:
         return None
-    alone = replace(plain(1), precision=Precision.float32, steps=trial.steps)
+    alone = replace(plain(1), precision=Precision.float32, steps=trial.steps, block=trial.block)
     for known, found in _growths:
         if known == alone:
             return found

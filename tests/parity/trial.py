@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mdlm_scale.config import (
     BatchConfig,
+    BlockName,
     Config,
     DataConfig,
     EmaConfig,
@@ -64,6 +65,7 @@ class Trial:
     steps: int = 100
     padded: bool = True
     time_conditioning: bool = True
+    block: BlockName = BlockName.paper
     vocab_size: int = VOCAB
     prefetch: int = 2
     evaluated: bool = True  # with averaged weights, after step 1
@@ -76,7 +78,8 @@ def config_of(trial: Trial) -> Config:
         data=DataConfig(length=LENGTH, prefetch=trial.prefetch),
         model=ModelConfig(
             hidden_size=32, num_layers=2, num_heads=4, cond_size=16, dropout=0.1,
-            time_conditioning=trial.time_conditioning,
+            time_conditioning=trial.time_conditioning, block=trial.block,
+            num_kv_heads=2 if trial.block is BlockName.modern else None,
         ),
         batch=BatchConfig(trial.global_batch_size, trial.micro_batch_size),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=10, max_grad_norm=0.05),

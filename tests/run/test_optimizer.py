@@ -1,9 +1,11 @@
 """The learning rate as a function of the step."""
 
 import pytest
+import torch
 
-from mdlm_scale.config import EmaConfig, LrSchedule, OptimizerConfig
-from mdlm_scale.run.optimizer import faults, lr_at
+from mdlm_scale.config import BlockName, EmaConfig, LrSchedule, ModelConfig, OptimizerConfig
+from mdlm_scale.model.dit import DiT
+from mdlm_scale.run.optimizer import faults, groups, lr_at, undecayed
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,18 @@ def test_faults_are_all_told() -> None:
     found = faults(config, EmaConfig(decay=1.0))
     assert [name for name in named if any(name in fault for fault in found)] == list(named)
     assert len(found) == len(named)
+
+
+@pytest.mark.parametrize("block", BlockName)
+def test_in_a_modern_model_only_matrices_decay(block: BlockName) -> None:
+    with torch.device("meta"):
+        model = DiT(ModelConfig(16, 1, 2, block=block), vocab_size=5, mask_id=0)
+    params = dict(model.named_parameters())
+    found = groups(params, undecayed(model))
+    assert sum(len(group["params"]) for group in found) == len(params)
+    if block is BlockName.paper:
+        assert [group.keys() for group in found] == [{"params"}]  # everything has the section's weight decay
+    else:
+        decaying, others = found
+        assert {p.dim() for p in decaying["params"]} == {2}
+        assert ({p.dim() for p in others["params"]}, others["weight_decay"]) == ({1}, 0.0)

@@ -258,7 +258,8 @@ def test_prepare(cluster: Lab, tmp_path: Path) -> None:
     log, output = tmp_path / "job.out", tmp_path / "data"
     given = ["slurm/prepare_owt.sh", "--recipe", "python", "--output", str(output)]
     job = Job(submit(given, ["--cpus-per-task=2", f"--output={log}"]), tmp_path, log)
-    job.ended("COMPLETED", 120.0)
+    text = job.ended("COMPLETED", 120.0)
+    assert f"writes  {output}\n  watch   tail -f {log}\n  stop    scancel {job.number}" in text
     assert (output / "train" / "manifest.json").exists()
 
 
@@ -285,6 +286,7 @@ def test_evaluate(cluster: Lab, corpus: Path, uninterrupted: Path, tmp_path: Pat
     assert evaluate.main([*given, "--json", str(theirs)]) == 0
     text = job.ended("COMPLETED", 120.0)
     assert "2 x 2 ranks on n[1-2]" in text
+    assert f"writes  {ours}\n  watch   tail -f {log}\n  stop    scancel {job.number}" in text
     found, expected = (json.loads(path.read_text())["nelbo"] for path in (ours, theirs))
     assert found == pytest.approx(expected, rel=1e-12)
 

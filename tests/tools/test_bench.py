@@ -46,6 +46,15 @@ def test_the_originals_blocks_compute_what_ours_do() -> None:
     torch.testing.assert_close(theirs, ours, rtol=0.0, atol=1e-5)  # float32 values of order one
 
 
+@pytest.mark.slow
+def test_a_step_and_its_parts_are_timed(tmp_path: Path) -> None:
+    small = ["--size", "debug", "--tokens", "64", "--length", "16", "--vocab", "50", "--repeat", "1"]
+    command = [sys.executable, str(TOOLS / "bench_step.py"), *small, "--json", str(tmp_path / "step.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "step.json").read_text())["forward_backward_seconds"] > 0
+
+
 def test_data_readers_read_the_same_and_are_timed(tmp_path: Path, corpus: Path) -> None:
     command = [sys.executable, str(TOOLS / "bench_data.py"), "--rows", "200", "--length", "16", "--batch", "8"]
     settings = ["--repeat", "1", "--text", str(corpus), "--text-mb", "0.01", "--tokenizer", "bytes"]

@@ -69,6 +69,15 @@ def test_there_and_back_is_equal_bit_for_bit(way: tuple[str, ...], trained: Path
     assert_equal(of_kind(after, "model"), of_kind(before, "model" if way == ("native",) else "ema"))
 
 
+def test_modern_blocks_there_and_back(train_run: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train_run("model.block=modern", "model.num_kv_heads=1") == 0
+    back = convert(convert(tmp_path / "run", tmp_path / "hf", "hf"), tmp_path / "back", "native")
+    assert_equal(of_kind(tensors(back), "ema"), of_kind(tensors(checkpoint.newest(tmp_path / "run")), "ema"))
+    assert find_trained(back).config.model == find_trained(tmp_path / "run").config.model
+    said = refused(capfd, tmp_path / "run", tmp_path / "mdlm", "--to", "mdlm")
+    assert "has model.block=modern, which the original's code does not know. Choose --to hf or native." in said
+
+
 def test_raw_weights_on_request(trained: Path, tmp_path: Path) -> None:
     raw = convert(trained, tmp_path / "raw", "hf", "--raw")
     back = convert(raw, tmp_path / "back", "native")
@@ -125,7 +134,8 @@ def test_facts_of_a_lightning_checkpoint_are_read_from_its_configuration(tmp_pat
     )
     assert (manifest["config"]["data"]["length"], manifest["converted"]["step"]) == (LENGTH, 1234)
     assert manifest["config"]["model"] == {
-        "hidden_size": 64, "num_layers": 2, "num_heads": 4, "cond_size": 32, "dropout": 0.1, "time_conditioning": False
+        "hidden_size": 64, "num_layers": 2, "num_heads": 4, "cond_size": 32, "dropout": 0.1, "time_conditioning": False,
+        "block": "paper", "num_kv_heads": None,
     }  # fmt: skip
 
 

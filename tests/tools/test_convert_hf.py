@@ -59,12 +59,15 @@ json.dump(told, open("told.json", "w"))
 """
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, dict[str, Any]]:
+@pytest.fixture(scope="module", params=["paper", "modern"])
+def alone(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Path, request: pytest.FixtureRequest
+) -> tuple[Path, dict[str, Any]]:
     """A time-conditioned run, its export, and what a process makes of that which cannot import us."""
     folder = tmp_path_factory.mktemp("alone")
     small = ["train.num_steps=3", "optimizer.lr=0.05", "optimizer.warmup_steps=1", "ema.decay=0.1", "train.device=cpu"]
-    assert train.main(arguments(folder / "run", corpus, *small, "model.time_conditioning=true")) == 0
+    block = ["model.block=modern", "model.num_kv_heads=2"] if request.param == "modern" else []
+    assert train.main(arguments(folder / "run", corpus, *small, *block, "model.time_conditioning=true")) == 0
     assert convert_ckpt.main([str(folder / "run"), str(folder / "hf"), "--to", "hf"]) == 0
     z_BL = torch.arange(4 * 32).view(4, 32) * 7 % 256
     torch.save(z_BL.masked_fill(z_BL % 3 == 0, 259), folder / "z.pt")
