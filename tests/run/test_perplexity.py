@@ -301,4 +301,5 @@ def test_ranks_of_a_launcher_and_their_end(run: Path, corpus: Path, tmp_path: Pa
             assert said[1][0] == ""
             assert json.loads((tmp_path / "out.json").read_text())["num_rows"] == 20
         else:
-            assert "rows is 20 on rank 0 and 21 on rank 1" in said[0][1]
+            fault = "rows is 20 on rank 0 and 21 on rank 1"
+            assert (said[0][1] + said[1][1]).count(fault) == 1, said  # by whoever was first to find it
