@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: a second thread c
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 from mdlm_scale import train
+from mdlm_scale.log import log
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tools"))  # last: tools/parity.py would hide the package `parity`
@@ -41,6 +42,13 @@ def shards(corpus: Path) -> Path:
     subprocess.run([*tool, *command], check=True, timeout=120, capture_output=True)
     assert len(list(output.glob("*.mds"))) > 30
     return output
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """A run in a test speaks to that test's standard error, which is closed behind it: the next one must not."""
+    yield
+    log.handlers.clear()
 
 
 @pytest.fixture

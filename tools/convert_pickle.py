@@ -9,6 +9,7 @@ them can still be read (`plain`). Bytes of tensors are read in pieces when they 
 import io
 import math
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 from mdlm_scale.errors import CheckpointError
 
 MAX_DESCRIPTION = 256 << 20  # bytes of data.pkl: it holds no weights
+MEMO = ("PUT", "BINPUT", "LONG_BINPUT")  # opcodes that number an object
 LOCAL_HEADER = 30  # bytes of a zip entry's header, before its name and extra field
 
 STORAGES = {
@@ -30,8 +32,15 @@ STORAGES = {
 }  # fmt: skip
 
 
+class _Sealed:
+    """What a pickle may hold but not change: else it would put other numbers where checked ones were."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("it sets the state of what torch.save leaves as it is")
+
+
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(_Sealed):
     """Where a tensor's bytes are in the file."""
 
     dtype: torch.dtype
@@ -76,27 +85,18 @@ class _Dict(dict[Any, Any]):
         pass
 
 
-class _Rebuild:
-    """One of the few calls that are answered; nothing can be written into it."""
+@dataclass(frozen=True)
+class _Rebuild(_Sealed):
+    """One of the few calls that are answered."""
 
-    __slots__ = ("_answer",)
-    _answer: Callable[..., Any]
-
-    def __init__(self, answer: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_answer", answer)
+    answer: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        return self._answer(*args)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"it sets {name} of a function")
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it sets the state of a function")
+        return self.answer(*args)
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _Storage(_Sealed):
     dtype: torch.dtype
     offset: int
     num_bytes: int
@@ -145,7 +145,7 @@ class _Unpickler(pickle.Unpickler):
         match saved:
             case ("storage", torch.dtype() as dtype, str(key), str(), int(numel)):
                 return self.storage(key, dtype, numel)
-        raise pickle.UnpicklingError(f"it refers to {str(saved)[:80]}, which is no storage of a known type")
+        raise pickle.UnpicklingError(f"it refers to a {type(saved).__name__} which is no storage of a known type")
 
 
 def read(path: Path) -> Any:
@@ -167,11 +167,14 @@ def read(path: Path) -> Any:
                 info = members.get(f"{prefix}data/{key}")
                 if info is None or info.compress_type != zipfile.ZIP_STORED:
                     raise pickle.UnpicklingError(f"its storage data/{key} is missing or compressed")
-                if info.file_size < numel * dtype.itemsize:
+                start = _start(file, info)
+                if info.file_size < numel * dtype.itemsize or start + info.file_size > path.stat().st_size:
                     raise pickle.UnpicklingError(f"its storage data/{key} is too short")
-                return _Storage(dtype, _start(file, info), info.file_size)
+                return _Storage(dtype, start, info.file_size)
 
-            return _Unpickler(archive.read(found[0]), storage).load()
+            description = archive.read(found[0])
+            _check_memo(description)
+            return _Unpickler(description, storage).load()
     except CheckpointError:
         raise
     except zipfile.BadZipFile as error:
@@ -181,6 +184,13 @@ def read(path: Path) -> Any:
         ) from error
     except Exception as error:  # a spoilt pickle fails in any way it likes
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def _check_memo(description: bytes) -> None:
+    """The unpickler makes room for as many objects as a pickle says that it remembers: no more than it has bytes."""
+    for code, argument, _ in pickletools.genops(description):
+        if code.name in MEMO and argument is not None and argument > len(description):
+            raise pickle.UnpicklingError(f"it remembers an object as number {argument}")
 
 
 def value_at(value: Any, *keys: str) -> Any:

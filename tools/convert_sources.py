@@ -88,7 +88,13 @@ def open_source(path: Path) -> Source:
             return _open_native(folder)
         if (path / "config.json").is_file():
             return _open_hugging_face(path)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:  # its descriptions are anybody's
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # its descriptions are anybody's
         raise CheckpointError(f"{path} does not describe itself as such files do ({error!r}).") from error
     raise CheckpointError(f"{path} is no checkpoint. It must be {RECOGNISED}.")
 
@@ -108,7 +114,9 @@ def original_order(names: list[str]) -> list[str]:
 def _open_native(folder: Path) -> Source:
     manifest = checkpoint.read_manifest(folder)
     config, index = config_module.from_tree(manifest["config"]), manifest["tensors"]
-    found = {kind: _of_kind(index, kind) for kind in ("model", "ema")}
+    kinds = {"model": "raw", "ema": "averaged"}
+    made = manifest.get("converted", {}).get("weights", kinds)  # one kind may be there under both names
+    found = {kind: _of_kind(index, kind) for kind in kinds if made[kind] == kinds[kind]}
     found = {kind: entries for kind, entries in found.items() if entries}
     if not all("embed.weight" in entries for entries in found.values()) or not found:
         raise CheckpointError(f"{folder}: its manifest names no embed.weight of the model, or of its average.")
@@ -292,7 +300,10 @@ def _torch_weight(path: Path, t: convert_pickle.StoredTensor) -> Weight:
 
 def _by_our_names(path: Path, model: ModelConfig, vocab_size: int, tensors: dict[str, Weight]) -> dict[str, Weight]:
     """All parameters, and no others; the rotary buffer may be there and must be what ours computes."""
-    if faults := dit.faults(model):
+    faults = dit.faults(model)
+    if model.num_layers > len(tensors):  # before so many are made
+        faults.append(f"{model.num_layers} blocks are told of, and {len(tensors)} tensors are there.")
+    if faults:
         raise CheckpointError(*(f"{path}: {fault}" for fault in faults))
     shapes = parameter_shapes(model, vocab_size)
     expected = {PREFIX + original_name(name): shape for name, shape in shapes.items()}
@@ -337,6 +348,8 @@ def header(path: Path) -> dict[str, Weight]:
         weights = {}
         for key, entry in told.items():
             dtype, shape, (first, end) = dtypes[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (*shape, first)):
+                raise ValueError(f"{key} has sizes that are none")
             if end - first != math.prod(shape) * dtype.itemsize or 8 + length + end > path.stat().st_size:
                 raise ValueError(f"{key} is cut short")
             weights[key] = _raw(path, dtype, shape, 8 + length + first)

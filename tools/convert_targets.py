@@ -89,6 +89,8 @@ def checked(args: Namespace) -> Plan:
     errors: list[UserError] = [ConfigError(fault) for fault in _target_faults(args)]
     if not args.shard_gb > 0:
         errors.append(ConfigError(f"--shard-gb {args.shard_gb} must be above 0."))
+    if args.to == "native" and args.dtype and getattr(torch, args.dtype).itemsize < 4:
+        errors.append(ConfigError(f"--dtype {args.dtype}: native checkpoints are of float32 at least. Leave it out."))
     source = tokenizer = asked = None
     try:
         if args.tokenizer is not None:

@@ -90,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> int:
     from mdlm_scale.errors import DataError, raise_if_any
     from mdlm_scale.log import log
+    from mdlm_scale.run.metrics import write_json
 
     jobs = planned(args)
     for number, job in enumerate(jobs, 1):
@@ -110,9 +111,11 @@ def measure(args: argparse.Namespace) -> int:
         paper = "-" if row["paper_ppl"] is None else f"{row['paper_ppl']:.2f}"
         print(f"{row['name']:12s}{row['rows']:8,}{row['tokens']:13,}{ppl:>22s}{paper:>10s}", flush=True)
     protocol = rows[0]["protocol"]
-    print(f"PPL: {protocol['checkpoint']}, {protocol['weights']} weights\npaper: {PAPER}; published, not measured here")
+    # tokens of other tokenizers are longer or shorter, and so are their perplexities higher or lower
+    print(f"PPL: {protocol['checkpoint']}, {protocol['weights']} weights, per token of {protocol['tokenizer']}")
+    print(f"paper: {PAPER}, per token of GPT-2; published, not measured here")
     if args.json:
-        args.json.write_text(json.dumps({"paper": PAPER, "data_sets": rows}, indent=1) + "\n")
+        write_json(args.json, json.dumps({"paper": PAPER, "data_sets": rows}, indent=1) + "\n")
     return 0
 
 
@@ -169,17 +172,11 @@ def planned(args: argparse.Namespace) -> list[Job]:
     """Everything that can be wrong is told here, before anything is fetched or written."""
     from mdlm_scale.errors import ConfigError, UserError
     from mdlm_scale.log import log
+    from mdlm_scale.run.metrics import json_faults
     from mdlm_scale.run.sample import find_trained
 
-    errors: list[UserError] = []
+    errors: list[UserError] = [ConfigError(fault) for fault in json_faults(args.json)]
     jobs: list[Job] = []
-    try:
-        if args.json:
-            tempfile.TemporaryFile(dir=args.json.parent).close()
-        if args.json and args.json.is_dir():
-            raise IsADirectoryError("it is a folder")
-    except OSError as error:
-        errors.append(ConfigError(f"--json {args.json} cannot be written: {error}."))
     try:
         trained = find_trained(Path(args.checkpoint))
     except UserError as error:

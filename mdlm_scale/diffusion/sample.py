@@ -94,7 +94,8 @@ def draw(logits_MV: Tensor, u_M: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     logits_MV = logits_MV.index_fill(1, torch.tensor(rule.mask_id, device=u_M.device), -torch.inf)
     p_MV = law_MV = torch.softmax(logits_MV, dim=1)
     if rule.temperature not in (0, 1):
-        law_MV = torch.softmax(logits_MV / rule.temperature, dim=1)
+        # the largest is 0: the others may fall to -inf at a low temperature, but nothing becomes inf - inf
+        law_MV = torch.softmax((logits_MV - logits_MV.amax(1, keepdim=True)) / rule.temperature, dim=1)
     if rule.top_p < 1:
         falling_MV, token_MV = law_MV.sort(dim=1, descending=True)
         is_tail_MV = falling_MV.cumsum(1) - falling_MV >= rule.top_p

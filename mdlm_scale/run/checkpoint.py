@@ -30,6 +30,7 @@ from mdlm_scale.run.ema import Ema
 FORMAT = 1
 MANIFEST = "manifest.json"
 KINDS = ("model", "exp_avg", "exp_avg_sq", "ema")
+KEYS = ("state", "config", "fingerprints", "tensors", "files")  # of a manifest, that readers rely on
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,27 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: {error}.") from error
-    if manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or "shards" in manifest or "format" not in manifest:  # of text, perhaps
+        raise CheckpointError(f"{path} is not a checkpoint: its {MANIFEST} is of something else.")
+    if manifest["format"] != FORMAT:
         raise CheckpointError(
-            f"{path} has format {manifest.get('format')}, of another version of mdlm_scale "
+            f"{path} has format {manifest['format']}, of another version of mdlm_scale "
             f"({manifest.get('versions', {}).get('mdlm_scale', 'unknown')}); this one reads format {FORMAT}."
         )
+    if missing := [key for key in KEYS if key not in manifest]:
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST} has no {', '.join(missing)}.")
     return manifest
+
+
+def check_shapes(path: Path, manifest: dict[str, Any], wanted: dict[str, list[int]]) -> None:
+    """A CheckpointError tells that these tensors are not there, or have other shapes."""
+    faults = [
+        f"{path} has no {key}" if key not in manifest["tensors"] else f"{path}: {key} has shape {stored}, not {shape}"
+        for key, shape in wanted.items()
+        if (stored := manifest["tensors"].get(key, {}).get("shape")) != shape
+    ]
+    if faults:
+        raise CheckpointError(*faults[:5], "It is of another model.")
 
 
 def verify(path: Path, manifest: dict[str, Any]) -> None:
@@ -161,13 +177,7 @@ def restore(path: Path, engine: Engine, ema: Ema | None) -> tuple[State, int]:
     manifest, shards = read_manifest(path), engine.shards()
     begun = {f"ema/{name}": Part(shard.master, shard.start, shard.place) for name, shard in shards.items()}
     own = begun if ema is None else parts(shards, ema)
-    faults = [
-        f"{path} has no {key}" if key not in manifest["tensors"] else f"{path}: {key} has shape {stored}, not {wanted}"
-        for key, part in own.items()
-        if (stored := manifest["tensors"].get(key, {}).get("shape")) != (wanted := list(part.place.whole))
-    ]
-    if faults:
-        raise CheckpointError(*faults[:5], "It is of another model.")
+    check_shapes(path, manifest, {key: list(part.place.whole) for key, part in own.items()})
     num_bytes = 0
     with ExitStack() as files:
         read = _reader(path, files)

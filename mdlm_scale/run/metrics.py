@@ -6,6 +6,7 @@ A row of metrics.jsonl is one JSON object: `kind` (train, eval or event), `step`
 import json
 import math
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -178,6 +179,37 @@ def _start_wandb(config: Config, folder: Path) -> Any:
         )
     except wandb.errors.Error as error:
         raise ConfigError(f"Weights & Biases did not start: {error}. Log in, or set logging.wandb=offline.") from error
+
+
+def json_faults(file: str | Path | None) -> list[str]:
+    """Why `--json FILE` could not be written, told before the work."""
+    try:
+        if file and Path(file).is_dir():
+            raise IsADirectoryError("it is a folder")
+        if file and not _is_pipe(file):
+            tempfile.TemporaryFile(dir=Path(file).resolve().parent).close()
+    except OSError as error:
+        return [f"--json {file} cannot be written: {error.strerror or error}."]
+    return []
+
+
+def write_json(file: str | Path, content: str) -> None:
+    """Complete or not at all. A pipe or a device, as /dev/stdout may be, takes it as it comes."""
+    path = Path(file).resolve()  # a link stays one
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if _is_pipe(file):
+            Path(file).write_text(content, encoding="utf-8")
+            return
+        aside.write_text(content, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise ConfigError(f"--json {file} cannot be written: {error}.") from error
+
+
+def _is_pipe(file: str | Path) -> bool:
+    return Path(file).exists() and not Path(file).is_file()
 
 
 def json_safe(value: Any) -> Any:

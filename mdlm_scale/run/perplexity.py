@@ -6,8 +6,6 @@ be wrong is told at once, before weights are read.
 
 import json
 import math
-import os
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -49,7 +47,7 @@ from mdlm_scale.run.evaluate import (
     frozen,
     score,
 )  # fmt: skip
-from mdlm_scale.run.metrics import json_safe
+from mdlm_scale.run.metrics import json_faults, json_safe, write_json
 from mdlm_scale.run.sample import Trained, find_trained, load_model
 
 INF = "inf"  # steps of continuous time
@@ -77,7 +75,7 @@ def main(asked: Namespace) -> int:
         if ranks.rank == 0:
             print(text(found))
             if asked.json:
-                _write(Path(asked.json), json.dumps(found, indent=1, allow_nan=False) + "\n")
+                write_json(asked.json, json.dumps(found, indent=1, allow_nan=False) + "\n")
     parts = [figures["se_mc"] for figures in found["results"]]
     if asked.until_se is None or all(part is not None and part <= asked.until_se for part in parts):
         return 0
@@ -104,7 +102,7 @@ def measure(asked: Namespace, groups: Groups) -> Figures:
         work = [(partial(forward, model), plan) for model, plan in zip(models, plans, strict=True)]
         scores = _scores(asked, work, rows.source, Layout(ranks.size, ranks.rank), groups)
         for subject, plan, each in zip(subjects, plans, scores, strict=True):
-            results.append(_figures(subject, plan, each, rows, {"raw": asked.raw, "precision": str(precision)}))
+            results.append(_figures(subject, plan, each, rows, asked.raw, precision))
         if len(scores) == 2:
             found = asdict(difference(*scores))
             compared = {key: found[key] for key in ("nelbo", "nelbo_se", "se_mc", "se_data")}
@@ -141,7 +139,7 @@ def _plan(asked: Namespace, subject: Trained, num_times: str, num_rows: int) -> 
     return Plan(diffusion, asked.seed, num_rows, tokenizer.mask_id, tokenizer.vocab_size, estimator)
 
 
-def _figures(subject: Trained, plan: Plan, scores: Scores, rows: Rows, weights: Figures) -> Figures:
+def _figures(subject: Trained, plan: Plan, scores: Scores, rows: Rows, raw: bool, precision: Precision) -> Figures:
     """All that is said of one checkpoint; null is unknown.
 
     Published figures leave out the prior and the reconstruction term; `complete` has them, and takes the stretch of t
@@ -164,9 +162,9 @@ def _figures(subject: Trained, plan: Plan, scores: Scores, rows: Rows, weights: 
         "complete": None if reconstruction is None else found.nelbo + prior + reconstruction,
         "protocol": {
             "checkpoint": str(subject.folder),
-            "step": subject.manifest["state"]["step"],
-            "weights": "raw" if weights["raw"] else "EMA",
-            "precision": weights["precision"],
+            "step": subject.step,
+            "weights": subject.weights(raw),
+            "precision": str(precision),
             "estimator": str(plan.estimator),
             "num_times": INF if by_count else diffusion.num_times or INF,
             "t_min": None if by_count or diffusion.num_times else diffusion.t_min,
@@ -225,14 +223,7 @@ def _faults(asked: Namespace) -> list[str]:
         found.append(f"--batch {asked.batch} must be at least 1.")
     if not 0 <= asked.seed < 2**64:
         found.append(f"--seed {asked.seed} must lie in 0 .. 2^64 - 1.")
-    if asked.json:
-        try:
-            if Path(asked.json).is_dir():
-                raise IsADirectoryError("it is a folder")
-            tempfile.TemporaryFile(dir=Path(asked.json).parent).close()
-        except OSError as error:
-            found.append(f"--json {asked.json} cannot be written: {error.strerror or error}.")
-    return found
+    return found + json_faults(asked.json)
 
 
 def _rows(asked: Namespace, config: DataConfig, tokenizer: Tokenizer) -> Rows:
@@ -288,14 +279,3 @@ def text(found: Figures) -> str:
         values = dict.fromkeys(str(figures["protocol"][key]) for figures in found["results"])
         lines.append(f"  {key:22} {' | '.join(values)}")
     return "\n".join(lines)
-
-
-def _write(path: Path, content: str) -> None:
-    """Complete or not at all."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(content)
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise ConfigError(f"--json {path} cannot be written: {error}.") from error

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from argparse import Namespace
 from collections import Counter
@@ -25,6 +24,7 @@ from mdlm_scale.errors import CheckpointError, ConfigError, UserError
 from mdlm_scale.log import log
 from mdlm_scale.model.dit import DiT
 from mdlm_scale.run import checkpoint, quality
+from mdlm_scale.run.metrics import json_faults, write_json
 from mdlm_scale.run.quality import Judge
 
 GAP = "___"
@@ -75,7 +75,7 @@ def main(asked: Namespace) -> int:
         lines.append({"report": quality.report(samples, tokenizer, judge) | {"judge": asked.judge}})
         print("--- report", *(f"{key:15} {value}" for key, value in lines[-1]["report"].items()), sep="\n")
     if asked.json:
-        Path(asked.json).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        write_json(asked.json, "".join(json.dumps(line) + "\n" for line in lines))
     return 0
 
 
@@ -102,6 +102,8 @@ def _template(asked: Namespace, trained: "Trained") -> tuple[list[int], list[str
     tokenizer, width = trained.tokenizer, trained.config.data.length
     length, mask_id, mask = asked.length or width, tokenizer.mask_id, tokenizer.decode([tokenizer.mask_id])
     given = asked.prompt if asked.infill is None else asked.infill
+    if any(0xD800 <= ord(character) < 0xE000 for character in given or ""):  # what Python makes of other bytes
+        raise ConfigError("The text given is not UTF-8.")
     first, *others = [given or ""] if asked.infill is None else given.split(GAP)
     row = [] if given is None else [tokenizer.bos_id, *tokenizer.encode(first)]
     for text in others:
@@ -121,7 +123,6 @@ def _template(asked: Namespace, trained: "Trained") -> tuple[list[int], list[str
 
 def _faults(asked: Namespace) -> list[str]:
     """What is wrong with the request itself."""
-    file = Path(asked.json) if asked.json else None
     counts = {name: getattr(asked, name) for name in ("num", "batch", "steps", "length", "gap")}
     wrong = {f"--{name} {n} must be at least 1.": n is not None and n < 1 for name, n in counts.items()} | {
         f"--steps {asked.steps} is of ancestral and confidence: first-hitting draws token by token.":
@@ -129,10 +130,8 @@ def _faults(asked: Namespace) -> list[str]:
         f"--temperature {asked.temperature} must be a number of at least 0.": not 0 <= asked.temperature < math.inf,
         f"--top-p {asked.top_p} must lie in (0, 1].": not 0 < asked.top_p <= 1,
         f"--seed {asked.seed} must lie in 0 .. 2^64 - 1.": not 0 <= asked.seed < 2**64,
-        f"--json {asked.json} cannot be written: it is a folder, its folder is missing, or it is not yours.":
-            file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)),
     }  # fmt: skip
-    return [fault for fault, is_so in wrong.items() if is_so]
+    return [fault for fault, is_so in wrong.items() if is_so] + json_faults(asked.json)
 
 
 @dataclass(frozen=True)
@@ -144,6 +143,16 @@ class Trained:
     config: Config
     tokenizer: Tokenizer
 
+    @property
+    def step(self) -> int | None:
+        """Of the run that it is from; unknown of some that were converted."""
+        return (self.manifest.get("converted") or self.manifest["state"])["step"]
+
+    def weights(self, raw: bool) -> str:
+        """What is read: of what was converted there may be one kind, under both names."""
+        kinds = self.manifest.get("converted", {}).get("weights", {"ema": "averaged", "model": "raw"})
+        return "EMA" if kinds["model" if raw else "ema"] == "averaged" else "raw"
+
 
 def find_trained(path: Path) -> Trained:
     """A checkpoint directory, or the newest one of a run directory."""
@@ -153,7 +162,7 @@ def find_trained(path: Path) -> Trained:
     manifest = checkpoint.read_manifest(folder)
     config = config_module.from_tree(manifest["config"])
     tokenizer = tokenizer_module.load(config.tokenizer)
-    size, theirs = tokenizer.vocab_size, manifest["tensors"]["ema/embed.weight"]["shape"][0]
+    size, theirs = tokenizer.vocab_size, manifest["tensors"].get("ema/embed.weight", {"shape": [0]})["shape"][0]
     if tokenizer.fingerprint != manifest["fingerprints"]["tokenizer"] or size != theirs:
         raise CheckpointError(
             f"tokenizer.name={config.tokenizer.name} (V {size}) is not that of {folder} (V {theirs})."
@@ -163,11 +172,12 @@ def find_trained(path: Path) -> Trained:
 
 def load_model(trained: Trained, device: torch.device, raw: bool = False, dtype: torch.dtype | None = None) -> DiT:
     """The network with averaged (EMA) or raw weights, ready to score."""
-    checkpoint.verify(trained.folder, trained.manifest)
     with torch.device("meta"):
         model = DiT(trained.config.model, trained.tokenizer.vocab_size, trained.tokenizer.mask_id)
-    kind = "model" if raw else "ema"
-    names = [name for name, _ in model.named_parameters()]
-    weights = {name: checkpoint.read_tensor(trained.folder, trained.manifest, f"{kind}/{name}") for name in names}
+    kind, where = "model" if raw else "ema", (trained.folder, trained.manifest)
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    checkpoint.check_shapes(*where, {f"{kind}/{name}": shape for name, shape in shapes.items()})
+    checkpoint.verify(*where)
+    weights = {name: checkpoint.read_tensor(*where, f"{kind}/{name}") for name in shapes}
     model.load_state_dict(weights, assign=True)
     return model.to(device, dtype)

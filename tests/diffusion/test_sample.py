@@ -323,7 +323,9 @@ def test_draw_at_the_ends_is_never_the_mask_nor_padding(u: float, mask_id: int) 
     assert int(token) == (0 if u == 0 else 3) + (1 if mask_id == 0 and u == 0 else -1 if mask_id == 3 and u else 0)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (2.0, 1.0), (1.0, 0.6), (0.5, 0.9), (0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(0.5, 1.0), (2.0, 1.0), (1.0, 0.6), (0.5, 0.9), (0, 1), (1e-310, 1)]
+)
 def test_temperature_and_top_p(temperature: float, top_p: float) -> None:
     p_V = torch.tensor([0.0, 0.4, 0.1, 0.3, 0.2], dtype=torch.float64)
     number = 10_000
@@ -335,7 +337,8 @@ def test_temperature_and_top_p(temperature: float, top_p: float) -> None:
         (2.0, 1.0): (p_V.sqrt() / p_V.sqrt().sum()).tolist(),
         (1.0, 0.6): [0, 4 / 7, 0, 3 / 7, 0],  # 0.4 is not enough, 0.7 is
         (0.5, 0.9): [0, 16 / 29, 0, 9 / 29, 4 / 29],
-        (0.0, 1.0): [0, 1, 0, 0, 0],
+        (0, 1): [0, 1, 0, 0, 0],
+        (9e-310, 1): [0, 1, 0, 0, 0],
     }[temperature, top_p]
     assert (torch.bincount(token_M, minlength=5) / number).tolist() == pytest.approx(expected, abs=1 / number)
     torch.testing.assert_close(p_M, p_V[token_M])  # the network's own

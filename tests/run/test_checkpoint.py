@@ -69,6 +69,16 @@ def test_newer_format_is_refused(tmp_path: Path) -> None:
         checkpoint.read_manifest(tmp_path)
 
 
+def test_manifests_of_something_else(shards: Path, tmp_path: Path) -> None:
+    """A folder of text has a manifest too, and the same number of a format."""
+    with pytest.raises(CheckpointError, match="is of something else"):
+        checkpoint.read_manifest(shards)
+    for content, fault in (("[]", "is of something else"), ('{"format": 1, "state": {}}', "has no config, fing")):
+        (tmp_path / "manifest.json").write_text(content)
+        with pytest.raises(CheckpointError, match=fault):
+            checkpoint.read_manifest(tmp_path)
+
+
 def test_ema_is_the_average_of_the_weights(train_run: Train, tmp_path: Path) -> None:
     """Six updates by hand from the saved weights, with decay (1 + n) / (10 + n)."""
     assert train_run("checkpoint.every=1", "checkpoint.keep=9", "evaluate.every=99") == 0

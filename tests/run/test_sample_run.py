@@ -145,7 +145,8 @@ def test_all_mistakes_at_once(trained: Callable[..., Path], tmp_path: Path, caps
         (["--length", "0"], "--length 0 must be at least 1."),
         (["--infill", "no gap"], "--infill has no gap: write ___ for one, or use --prompt."),
         (["--prompt", "a" * 31], "takes 32 tokens with BOS and gaps; a sample has 32"),
-        (["--json", "."], "--json . cannot be written"),
+        (["--json", "."], "--json . cannot be written: it is a folder"),
+        (["--prompt", "caf\udce9"], "The text given is not UTF-8."),
         (["--judge", "no/such/model"], "--judge no/such/model cannot be loaded"),
     ],
 )
@@ -176,6 +177,21 @@ def test_a_vocabulary_of_another_size_is_refused(
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert sample.main(["--checkpoint", str(tmp_path)]) == 2
     assert f"tokenizer.name=bytes (V 260) is not that of {tmp_path} (V 300)." in capsys.readouterr().err
+
+
+def test_tensors_that_are_not_the_models_are_named(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint.newest(trained())
+    assert folder is not None
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["tensors"]["ema/norm.weight"]
+    manifest["tensors"]["ema/head.bias"]["shape"] = [259]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert sample.main(["--checkpoint", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "has no ema/norm.weight" in said
+    assert "ema/head.bias has shape [259], not [260]" in said
 
 
 def test_a_launchers_variables_do_no_harm(trained: Callable[..., Path]) -> None:

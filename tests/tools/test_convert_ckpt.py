@@ -83,6 +83,19 @@ def test_raw_weights_on_request(trained: Path, tmp_path: Path) -> None:
     back = convert(raw, tmp_path / "back", "native")
     assert_equal(of_kind(tensors(back), "model"), of_kind(tensors(checkpoint.newest(trained)), "model"))
     assert json.loads((back / "manifest.json").read_text())["converted"]["weights"] == {"ema": "raw", "model": "raw"}
+    again = json.loads((convert(back, tmp_path / "again", "hf") / "config.json").read_text())
+    assert (again["mdlm_scale"]["weights"], again["mdlm_scale"]["step"]) == ("raw", 3)
+
+
+def test_one_kind_under_both_names_is_called_what_it_is(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    averaged = convert(convert(trained, tmp_path / "a", "hf"), tmp_path / "averaged", "native")
+    raw = convert(convert(trained, tmp_path / "b", "hf", "--raw"), tmp_path / "raw", "native")
+    for path, names in ((averaged, ["EMA", "EMA"]), (raw, ["raw", "raw"]), (trained, ["EMA", "raw"])):
+        found = find_trained(path)
+        assert ([found.weights(raw=False), found.weights(raw=True)], found.step) == (names, 3)
+    assert "has only averaged weights" in refused(capfd, averaged, tmp_path / "out", "--raw")
 
 
 def test_float64_stays_float64(train_run: Train, tmp_path: Path) -> None:
@@ -210,6 +223,20 @@ def with_fields(**fields: object) -> Callable[[Path], None]:
     return spoil
 
 
+def with_header(**fields: object) -> Callable[[Path], None]:
+    """What the file says of one tensor."""
+
+    def spoil(folder: Path) -> None:
+        data = (folder / "model.safetensors").read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        told = json.loads(data[8:end])
+        told["backbone.blocks.0.norm1.weight"] |= fields
+        text = json.dumps(told).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return spoil
+
+
 def cut_short(folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-100])
@@ -225,6 +252,7 @@ def cut_short(folder: Path) -> None:
             with_fields(vocab_size=98, cond_dim=16),
             ["embedding has shape [97, 64], not [98, 64]", "sigma_map.mlp.0.weight has shape [32, 256], not [16, 256]"],
         ),
+        (with_fields(n_blocks=10**9), ["1000000000 blocks are told of, and 31 tensors are there"]),
         (with_fields(n_heads=5), ["num_heads=5 does not divide"]),
         (with_fields(n_heads=8), ["inv_freq has shape [8], not [4]"]),
         (
@@ -235,6 +263,10 @@ def cut_short(folder: Path) -> None:
         (with_fields(dropout="low", mask_token_id=1.5), ["dropout='low' is of", "mask_token_id=1.5 is of"]),
         (with_fields(mdlm_scale=3), ["does not describe itself as such files do"]),
         (with_fields(model_type="bert"), ["of model_type 'bert', which is unknown"]),
+        (with_header(shape=[64.0]), ["norm1.weight has sizes that are none"]),
+        (with_header(data_offsets=[-256, 0]), ["norm1.weight has sizes that are none"]),
+        (with_header(dtype="I64"), ["no complete safetensors file of floating-point weights"]),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), ["does not describe itself"]),
         (cut_short, ["no complete safetensors file"]),
         (lambda folder: (folder / "model.safetensors").unlink(), ["holds no model.safetensors"]),
         (lambda folder: (folder / "config.json").write_text("{"), ["config.json cannot be read"]),
@@ -282,6 +314,7 @@ def test_lightning_checkpoints_that_are_none(tmp_path: Path, capfd: pytest.Captu
     weights, shadow = state_dict(), [tensor for name, tensor in average().items() if "rotary" not in name]
     for changed, fault in (
         ({"state_dict": {"weight": torch.zeros(2)}}, "its state_dict is not the original's"),
+        ({"state_dict": weights | {"backbone.blocks.9999999.x": torch.zeros(1)}}, "10000000 blocks are told of"),
         ({"state_dict": weights | {"backbone.more": torch.zeros(1)}}, "unknown keys: backbone.more"),
         ({"ema": {"shadow_params": shadow[:-1]}}, "missing keys: ema.shadow_params[29]"),
         ({"ema": {"shadow_params": [*shadow[:-1], torch.zeros(1)]}}, "ema.shadow_params[29] has shape [1], not [128]"),
@@ -309,6 +342,8 @@ def test_tokenizers_and_masks_that_do_not_fit(trained: Path, tmp_path: Path, cap
     assert "mask id 97 is outside the vocabulary, 0 .. 96" in refused(capfd, source, target, "--mask-id", "97")
     assert "mask of the tokenizer 'bytes' is token 259, not 7" in refused(capfd, trained, target, "--mask-id", "7")
     assert "--raw" in refused(capfd, source, target, "--raw")
+    said = refused(capfd, trained, target, "--to", "native", "--dtype", "bfloat16")
+    assert "--dtype bfloat16: native checkpoints are of float32 at least" in said
 
 
 @pytest.mark.parametrize(("given", "options", "expected"), [

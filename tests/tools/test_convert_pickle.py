@@ -96,7 +96,7 @@ def malicious(marker: Path) -> dict[str, bytes]:
         "state of an object": opcodes(b"ctrap\nTrap\n)\x81}", text("a"), run, b"sb"),
         "slots of an object": opcodes(b"ctrap\nTrap\n)\x81N}", text("__class__"), run, b"s\x86b"),
         "state of a class": opcodes(b"ctrap\nTrap\n}", text("__init__"), run, b"sb"),
-        "slots of a known function": opcodes(b"ctorch._utils\n_rebuild_tensor_v2\nN}", text("_answer"), run, b"s\x86b"),
+        "slots of a known function": opcodes(b"ctorch._utils\n_rebuild_tensor_v2\nN}", text("answer"), run, b"s\x86b"),
         "slots of an ordered dict": opcodes(b"ccollections\nOrderedDict\nN}", text("keys"), run, b"s\x86b"),
         "getattr to the builtins": opcodes(
             b"c__builtin__\ngetattr\n", b"ctorch\nSize\n", text("__class__"), b"\x86R", run, b"\x86"
@@ -140,8 +140,8 @@ def test_the_same_does_harm_to_an_ordinary_unpickler(
     assert marker.exists()
 
 
-def storage(numel: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
-    """A tensor over a storage of 16 bytes that claims to have `numel` floats."""
+def storage(numel: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, more: bytes = b"") -> bytes:
+    """A tensor over a storage of 16 bytes that claims to have `numel` floats, and what is done to the storage."""
 
     def numbers(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(b"J" + value.to_bytes(4, "little", signed=True) for value in values) + b"t"
@@ -150,7 +150,12 @@ def storage(numel: int, size: tuple[int, ...], stride: tuple[int, ...], offset: 
         b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K" + bytes([numel]) + b"tQ"
     )
     tensor = b"J" + offset.to_bytes(4, "little", signed=True) + numbers(size) + numbers(stride)
-    return opcodes(b"ctorch._utils\n_rebuild_tensor_v2\n(", stored, tensor, b"\x89NtR")
+    return opcodes(b"ctorch._utils\n_rebuild_tensor_v2\n(", stored + more, tensor, b"\x89NtR")
+
+
+def state(name: str, value: int) -> bytes:
+    """Sets an attribute of the object that comes before."""
+    return b"}" + text(name) + b"J" + value.to_bytes(4, "little", signed=True) + b"sb"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +167,11 @@ def storage(numel: int, size: tuple[int, ...], stride: tuple[int, ...], offset: 
         (storage(4, (4,), (1,), offset=1), "beyond its storage"),
         (storage(4, (2, 2), (1,)), "numbers of sizes and strides"),
         (storage(5, (4,), (1,)), "too short"),
+        (storage(4, (9,), (1,), more=state("num_bytes", 2**30)), "sets the state"),
+        (storage(4, (4,), (1,))[:-1] + state("offset", -8) + b".", "sets the state"),
+        (opcodes(b"K\x01r", b"\0\0\0\1"), "remembers an object as number 16777216"),
+        (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "only 1 remain"),
+        (opcodes(b"K\x01", b"2\x86" * 20, b"Q"), "refers to a tuple which is no storage"),
         (b"no pickle", "cannot be read"),
         (opcodes(b"K\x01Q"), "no storage of a known type"),
     ],
@@ -181,6 +191,20 @@ def test_the_helper_describes_a_tensor(tmp_path: Path) -> None:
         archive.writestr("w/data/0", np.arange(4, dtype=np.float32).tobytes())
     tensor = convert_pickle.read(tmp_path / "w.pt")
     assert bytes_of(tmp_path / "w.pt", tensor).tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_a_storage_that_claims_more_than_the_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"a": torch.zeros(1000)}, path)
+    with zipfile.ZipFile(path) as archive:
+        name, num_bytes = next((i.filename, i.file_size) for i in archive.infolist() if i.filename.endswith("data/0"))
+    data = bytearray(path.read_bytes())
+    at = data.rfind(name.encode()) - 46 + 20  # the two sizes in the entry of the zip's directory
+    assert data[at : at + 8] == num_bytes.to_bytes(4, "little") * 2
+    data[at : at + 8] = (2**31).to_bytes(4, "little") * 2
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="too short"):
+        convert_pickle.read(path)
 
 
 def test_a_file_that_was_cut_short(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def test_the_table_and_how_its_rows_were_made(
         # the same protocol as by hand
         assert evaluate.main(["--checkpoint", "run", "--data", str(made(key)), "--json", "one.json"]) == 0
         assert json.loads(Path("one.json").read_text())["nelbo"] == row["nelbo"]
-    assert "published, not measured here" in said.out
+    assert "weights, per token of bytes" in said.out
+    assert "per token of GPT-2; published, not measured here" in said.out
     assert text_of(made("ptb")).startswith("it isn't ?" + TEXT.format(0) + TEXT.format(1))
     assert text_of(made("lm1b")).startswith("Well, he said.Who?" + TEXT.format(0))
 
