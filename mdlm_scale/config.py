@@ -122,7 +122,8 @@ class ParallelConfig:
     replicate_size: int = 1  # fsdp: replicas of the model (HSDP); the other data-parallel ranks shard each of them
     reshard_after_forward: bool = True  # fsdp: free a block's gathered weights until its backward pass
     cpu_offload: bool = False  # fsdp: shards of weights, gradients and moments stay in the host's memory
-    # blocks run again in the backward pass: `full` keeps only their input, `selective` also products and attention
+    # blocks run again in the backward pass: `full` keeps only their input, `selective` (not with `compile`) also
+    # products and attention
     recompute: Recompute = Recompute.none  # what is computed again instead of kept
     compile: bool = False  # compile each block with torch.compile
     timeout_minutes: float = 10.0  # how long a rank waits for the others before it ends with an error
@@ -208,6 +209,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except (OmegaConfBaseException, TypeError, UnicodeDecodeError, YAMLError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return from_tree(tree)
+
+
+def entries(path: Path, kind: Any) -> dict[str, Any]:
+    """A YAML file of dataclasses of one kind, by name; every unknown key and wrong type is reported at once."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, UnicodeDecodeError, YAMLError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    faults: list[str] = []
+    found = {name: _build(kind, keys, f"{name}.", faults) for name, keys in dict(tree).items()}  # type: ignore[arg-type]
+    raise_if_any(f"{path}: {fault}" for fault in faults)
+    return found
 
 
 def from_tree(tree: Any) -> Config:

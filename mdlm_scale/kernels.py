@@ -31,12 +31,18 @@ def attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
 
         return flash_attn_func(q_BLHK, k_BLHK, v_BLHK, causal=False)
     q_BHLK, k_BHLK, v_BHLK = (x.transpose(1, 2) for x in (q_BLHK, k_BLHK, v_BLHK))
+    if q_BLHK.is_meta:  # only shapes, for a plan: those of a GPU's kernel
+        return torch.ops.aten._scaled_dot_product_flash_attention(q_BHLK, k_BHLK, v_BHLK)[0].transpose(1, 2)
     is_grouped = k_BHLK.shape[1] < q_BHLK.shape[1]
     return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, enable_gqa=is_grouped).transpose(1, 2)
 
 
 def softmax_rows(logits_RV: Tensor, bias_V: Tensor, column_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The softmax of the head's rows by Triton, in place, where `row_kernel` chose that; `row_kernel.py` says more."""
+    if logits_RV.is_meta:  # only shapes, for a plan
+        wide = torch.promote_types(logits_RV.dtype, torch.float32)
+        max_R, sum_R, target_R = logits_RV.new_empty(3, len(logits_RV), dtype=wide).unbind()
+        return max_R, sum_R, target_R
     from mdlm_scale import row_kernel
 
     return row_kernel.softmax_rows(logits_RV, bias_V, column_R)
@@ -97,8 +103,8 @@ def attention_kernel(device: str, dtype: torch.dtype, installed: Callable[[str],
 
 
 def row_kernel(device: str, installed: Callable[[str], bool] | None = None) -> str:
-    """`triton` for the softmax of the head's rows on CUDA, where it is installed; else `torch`."""
-    return "triton" if device == "cuda" and (installed or _installed)("triton") else "torch"
+    """`triton` for the softmax of the head's rows on CUDA, where it is installed; else `torch`. A plan counts on it."""
+    return "triton" if device == "meta" or (device == "cuda" and (installed or _installed)("triton")) else "torch"
 
 
 def adamw_kernel(device: str, sharded: bool = False, installed: Callable[[str], bool] | None = None) -> str:

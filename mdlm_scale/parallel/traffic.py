@@ -124,7 +124,9 @@ def _data_parallel(work: Work) -> list[tuple[Key, Traffic]]:
         return [*(sharded.items() if shards > 1 else ()), *(replicated.items() if parallel.replicate_size > 1 else ())]
     whole = sum(map(math.prod, shapes))
     gradients, weights = Traffic(None, whole * work.wide_bytes), Traffic(None, whole * work.weight_bytes)
-    large = Traffic(None, work.weight_bytes * sum(n for s in shapes if (n := math.prod(s)) >= _threshold(parallel)))
+    large = Traffic(
+        None, work.weight_bytes * sum(n for s in shapes if (n := math.prod(s)) >= persistence_threshold(parallel))
+    )
     return {
         0: [(("dp", "all-reduce"), gradients)],
         1: [(("dp", "all-reduce"), gradients), (("dp", "all-gather"), weights)],
@@ -135,7 +137,7 @@ def _data_parallel(work: Work) -> list[tuple[Key, Traffic]]:
     }[parallel.zero_stage]
 
 
-def _threshold(parallel: ParallelConfig) -> int:
+def persistence_threshold(parallel: ParallelConfig) -> int:
     """Parameters below stay whole at stage 3; by default DeepSpeed's default."""
     zero = parallel.deepspeed.get("zero_optimization", {})
     return zero.get("stage3_param_persistence_threshold", 100_000)

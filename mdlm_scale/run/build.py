@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mdlm_scale import kernels
-from mdlm_scale.config import Config, Device, EngineName, ParallelConfig, Precision, outside
+from mdlm_scale.config import Config, Device, EngineName, ParallelConfig, Precision, Recompute, outside
 from mdlm_scale.layout import Layout
 from mdlm_scale.model.dit import DiT
 from mdlm_scale.parallel import traffic
@@ -145,6 +145,11 @@ def faults(config: Config, layout: Layout | None) -> list[str]:
     found += outside("parallel", parallel, ("timeout_minutes", "start_minutes"), lambda n: n > 0, "be above 0")
     if parallel.sequence_parallel and parallel.tp_size == 1:
         found.append("parallel.sequence_parallel is for parallel.tp_size above 1: the ranks that share matrices do it.")
+    if parallel.compile and parallel.recompute is Recompute.selective:
+        found.append(  # what is kept would be seen as changed: compiled code reuses memory
+            "parallel.recompute=selective is not for compiled blocks (parallel.compile=true), which choose by "
+            "themselves what to compute again. Use recompute=none or full, or compile=false."
+        )
     if parallel.tp_size > 1 and parallel.engine is not EngineName.plain:
         try:
             from mdlm_scale.parallel import tensor

@@ -338,7 +338,7 @@ def test_temperature_and_top_p(temperature: float, top_p: float) -> None:
         (1.0, 0.6): [0, 4 / 7, 0, 3 / 7, 0],  # 0.4 is not enough, 0.7 is
         (0.5, 0.9): [0, 16 / 29, 0, 9 / 29, 4 / 29],
         (0, 1): [0, 1, 0, 0, 0],
-        (9e-310, 1): [0, 1, 0, 0, 0],
+        (1e-310, 1): [0, 1, 0, 0, 0],
     }[temperature, top_p]
     assert (torch.bincount(token_M, minlength=5) / number).tolist() == pytest.approx(expected, abs=1 / number)
     torch.testing.assert_close(p_M, p_V[token_M])  # the network's own

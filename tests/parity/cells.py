@@ -155,6 +155,8 @@ CELLS = [
         ),
         Cell("modern, ZeRO 3 tp 2 x dp 2", float32(modern(zero(3, 4, **TP2))), slow=True),
         Cell("modern, compiled blocks", modern(plain(compile=True)), slow=True),
+        Cell("modern, FSDP2 dp 2, compiled blocks", modern(fsdp(2, compile=True)), slow=True),
+        Cell("modern, FSDP2 dp 2, compiled blocks, recompute full", modern(fsdp(2, compile=True, **FULL)), slow=True),
         Cell("compiled blocks", plain(compile=True), slow=True),
         Cell("FSDP2 dp 2, compiled blocks", fsdp(2, compile=True), slow=True),
         Cell("ZeRO 1 dp 2, compiled blocks", zero(1, 2, compile=True), slow=True),

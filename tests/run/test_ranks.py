@@ -293,6 +293,12 @@ def test_setting_of_another_engine_is_refused(overrides: list[str], expected: st
             "parallel.sequence_parallel is for parallel.tp_size above 1: the ranks that share matrices do it.",
         ),
         (
+            ["parallel.compile=true", "parallel.recompute=selective"],
+            2,
+            "parallel.recompute=selective is not for compiled blocks (parallel.compile=true), which choose by "
+            "themselves what to compute again. Use recompute=none or full, or compile=false.",
+        ),
+        (
             ["parallel.tp_size=2"],
             3,
             "3 ranks cannot be laid out as tp_size * replicate_size * shards = 2 * 1 * shards: 2 does not divide 3. "
