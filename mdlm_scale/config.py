@@ -278,7 +278,7 @@ def _build(cls: Any, tree: Any, prefix: str, faults: list[str]) -> Any:
     values = {}
     for key, value in tree.items():
         if key not in hints:
-            faults.append(f"{prefix}{key} is not a setting.{_did_you_mean(str(key), prefix)}")
+            faults.append(f"{prefix}{key} is not a setting.{_did_you_mean(str(key), prefix, list(hints))}")
         elif isinstance(value, dict) and hints[key] == str | dict[str, float]:
             values[key] = _weights(value, f"{prefix}{key}", faults)
         elif dataclasses.is_dataclass(hints[key]):
@@ -330,10 +330,9 @@ def _convert(value: Any, hint: Any) -> Any:
     raise ValueError({int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint])
 
 
-def _did_you_mean(key: str, prefix: str) -> str:
+def _did_you_mean(key: str, prefix: str, here: list[str]) -> str:
     """The nearest setting of the same section; else the same key of another section; else the section's keys."""
     section = typing.get_type_hints(Config)
-    here = list(section if not prefix else typing.get_type_hints(section[prefix.rstrip(".")]))
     near = difflib.get_close_matches(key, here, n=1)
     if near:
         return f" Did you mean {prefix}{near[0]}?"

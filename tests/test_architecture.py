@@ -230,7 +230,7 @@ def test_rule_leaves_the_innocent(rule: Callable[[str, str], Iterator[str]], pat
 
 
 def test_package_is_small() -> None:
-    assert sum(len(source.splitlines()) for source in FILES.values()) < 8000
+    assert sum(len(source.splitlines()) for source in FILES.values()) < 9000
 
 
 def test_files_are_short_in_the_middle() -> None:

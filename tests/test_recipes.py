@@ -15,11 +15,12 @@ import pytest
 from conftest import ROOT
 
 from mdlm_scale import config as config_module
-from mdlm_scale.config import Config
+from mdlm_scale.config import Config, EngineName
 from mdlm_scale.layout import Layout
 from mdlm_scale.model.sizes import sizes
 from mdlm_scale.parallel.groups import World
-from mdlm_scale.run import build, main
+from mdlm_scale.run import build, machine, main
+from mdlm_scale.run.plan import plan
 
 RECIPES = ["owt_medium", "1b", "3b", "8b"]
 GPUS = [8, 64, 512]
@@ -30,11 +31,11 @@ warnings.filterwarnings("ignore")
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from test_recipes import layouts
+from test_recipes import built
 from mdlm_scale.parallel import fsdp, tensor
 from mdlm_scale.run import build
 found = []
-for each in layouts({recipe!r}):
+for each in built({recipe!r}):
     config, last = each.config, each.num_gpus - 1
     dist.init_process_group("fake", store=FakeStore(), rank=last, world_size=each.num_gpus)
     model = build.build_model(config, config.tokenizer.vocab_size, config.tokenizer.mask_id)
@@ -80,6 +81,12 @@ def layouts(recipe: str) -> list[Laid]:
     return found
 
 
+def built(recipe: str) -> list[Laid]:
+    """Those of the header, and one whose matrices are shared by the GPUs of a node."""
+    shared = ["parallel.engine=fsdp", "parallel.tp_size=8", "parallel.sequence_parallel=true"]
+    return [*layouts(recipe), Laid(512, 64, "", config_module.load(ROOT / "configs" / f"{recipe}.yaml", shared))]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_header_tells_parameters_and_operations(recipe: str) -> None:
     config = config_module.load(ROOT / "configs" / f"{recipe}.yaml")
@@ -109,16 +116,40 @@ def test_every_layout_is_built_at_its_real_size(recipe: str) -> None:
     program = BUILD.format(paths=[str(ROOT), str(ROOT / "tests")], recipe=recipe)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for each, held in zip(layouts(recipe), json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for each, held in zip(built(recipe), json.loads(done.stdout.splitlines()[-1]), strict=True):
         layout = each.layout(each.num_gpus - 1)
         assert each.config.tokenizer.vocab_size is not None
         places = build.places_of(each.config, each.config.tokenizer.vocab_size, layout)
         assert held.keys() == places.keys()
+        first = 0  # elements of the rank that has most
         for name, place in places.items():
             rows = place.shape[0]
             block = -(-rows // layout.shard_size)
             here = max(0, min(block, rows - layout.shard_rank * block))
             assert held[name] == here * place.shape.numel() // rows, name
+            first += block * place.shape.numel() // rows
+        if each.config.parallel.engine is EngineName.fsdp:
+            planned = plan(each.config, machine.load("h100"), each.num_gpus, each.config.tokenizer.vocab_size)
+            assert planned.moments["update"]["weights"] == 4 * first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_settings_train(recipe: str, tmp_path: Path) -> None:
+    """All that a recipe says but for its size: two ranks, in bf16, three steps."""
+    small = [
+        f"run.dir={tmp_path / 'run'}", "data.train=python", "data.validation=python", "data.length=64",
+        "tokenizer.name=bytes", "tokenizer.vocab_size=null", "tokenizer.mask_id=null", "train.num_steps=3",
+        "model.hidden_size=64", "model.num_layers=2", "model.num_heads=4", "batch.global_batch_size=8",
+        "batch.micro_batch_size=2", "evaluate.rows=16",
+    ]  # fmt: skip
+    if "num_kv_heads" in (ROOT / "configs" / f"{recipe}.yaml").read_text():
+        small.append("model.num_kv_heads=2")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mdlm_scale.train"]
+    command = [*launch, "--config", str(ROOT / "configs" / f"{recipe}.yaml"), *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "done").is_file()
 
 
 def test_scripts_name_recipes_that_exist() -> None:

@@ -79,6 +79,11 @@ ENGINES = {
     "fsdp": ParallelConfig(EngineName.fsdp),
 }
 SLICED = {"sequence_parallel": True}
+SMALL_REACH = {
+    "zero_optimization": {
+        f"stage3_{name}": 0 for name in ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
+    }
+}
 LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # ranks, and how they share the work
     "fsdp tp 2": (2, ParallelConfig(EngineName.fsdp, tp_size=2)),
     "fsdp tp 2, sliced": (2, ParallelConfig(EngineName.fsdp, tp_size=2, **SLICED)),
@@ -93,6 +98,9 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # ranks, and how they share 
         f"zero{stage} tp 2 x dp 2, sliced": (4, ParallelConfig(EngineName.deepspeed, 2, zero_stage=stage, **SLICED))
         for stage in range(4)
     },
+    "zero3 tp 2 x dp 2, gathered twice": (
+        4, ParallelConfig(EngineName.deepspeed, 2, zero_stage=3, deepspeed=SMALL_REACH, **SLICED)
+    ),
 }  # fmt: skip
 
 

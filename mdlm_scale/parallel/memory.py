@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from mdlm_scale.config import EngineName
 from mdlm_scale.parallel.trace import Trace
-from mdlm_scale.parallel.traffic import Work, persistence_threshold
+from mdlm_scale.parallel.traffic import Work, gathered_at_most, persistence_threshold
 
-MAX_LIVE, PREFETCH, FLAT_SUM = 1_000_000_000, 50_000_000, 500_000_000  # elements; DeepSpeed's defaults
+PREFETCH, FLAT_SUM = 50_000_000, 500_000_000  # elements; DeepSpeed's defaults
 
 Moment = dict[str, int]  # bytes by kind
 
@@ -115,7 +115,7 @@ def _zero3(work: Work, units: _Units, gradients: int, earlier: int) -> Buffers:
     small = sum(n for place in work.places.values() if (n := place.shape.numel()) < threshold)  # stay whole
     return Buffers(
         gradients,
-        weights=narrow * (small + min(units.whole - small, MAX_LIVE)),
+        weights=narrow * (small + min(units.whole - small, gathered_at_most(work.parallel))),
         gathering=narrow * min(units.whole - small, PREFETCH + units.block),  # together, then copied apart
         block=_bucket(units) * narrow, rest=2 * _bucket(units) * narrow, update=small * narrow,
     )  # fmt: skip

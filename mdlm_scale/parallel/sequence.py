@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Group = dist.ProcessGroup
+# newer names of the same, for which PyTorch 2.13 warns of the older ones
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 Exchange = Callable[[Tensor, Group], Callable[[], Tensor]]  # starts; the function that it returns waits
 
 
@@ -76,7 +79,7 @@ def _gather(x_BSD: Tensor, group: Group) -> Callable[[], Tensor]:
     """Start to join the slices; the function waits for (B, L, D)."""
     (B, S, D), T = x_BSD.shape, group.size()
     parts_TBSD = x_BSD.new_empty(T * B, S, D)
-    work = dist.all_gather_into_tensor(parts_TBSD, x_BSD.contiguous(), group=group, async_op=True)
+    work = all_gather(parts_TBSD, x_BSD.contiguous(), group=group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()
@@ -95,7 +98,7 @@ def _sum_and_scatter(x_BLD: Tensor, group: Group) -> Callable[[], Tensor]:
     (B, L, D), T = x_BLD.shape, group.size()
     parts_TBSD = x_BLD.view(B, T, L // T, D).transpose(0, 1).reshape(T * B, L // T, D)
     own_BSD = x_BLD.new_empty(B, L // T, D)
-    work = dist.reduce_scatter_tensor(own_BSD, parts_TBSD, group=group, async_op=True)
+    work = reduce_scatter(own_BSD, parts_TBSD, group=group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()

@@ -193,7 +193,7 @@ def _combine(group: dist.ProcessGroup, max_R: Tensor, sum_R: Tensor, target_R: T
     """Start the one exchange of a chunk of rows; the function waits and puts the softmax's sums together."""
     own_3R = torch.stack((max_R, sum_R, target_R))
     all_T3R = own_3R.new_empty(group.size() * 3, len(max_R))
-    work = dist.all_gather_into_tensor(all_T3R, own_3R, group=group, async_op=True)
+    work = sequence.all_gather(all_T3R, own_3R, group=group, async_op=True)
 
     def combined() -> tuple[Tensor, Tensor, Tensor]:
         work.wait()

@@ -70,7 +70,7 @@ def partial_gradients(work: Work) -> list[tuple[Key, Traffic]]:
         each = Traffic(len(shapes), work.wide_bytes * sum(map(math.prod, shapes)))
         return [(("tp", "all-reduce"), each * len(work.rows))]
     shards = work.layout.shard_size if work.parallel.engine is EngineName.fsdp else 1
-    return [(("tp", "all-reduce"), Traffic(1, work.wide_bytes * sum(_padded(s, shards) // shards for s in shapes)))]
+    return [(("tp", "all-reduce"), Traffic(1, work.wide_bytes * sum(padded(s, shards) // shards for s in shapes)))]
 
 
 def sent_bytes(traffic: Mapping[Key, Traffic], group: str, size: int) -> float:
@@ -114,36 +114,45 @@ def _data_parallel(work: Work) -> list[tuple[Key, Traffic]]:
         return []
     if parallel.engine is EngineName.fsdp:
         shards, units = work.layout.shard_size, work.model.num_layers + 1
-        padded = sum(_padded(shape, shards) for shape in shapes)
+        dealt = sum(padded(shape, shards) for shape in shapes)
         passes = 2 if parallel.reshard_after_forward else 1
         sharded = {
-            ("dp", "all-gather"): Traffic(units, padded * work.weight_bytes) * passes * micro,
-            ("dp", "reduce-scatter"): Traffic(units, padded * work.wide_bytes) * micro,
+            ("dp", "all-gather"): Traffic(units, dealt * work.weight_bytes) * passes * micro,
+            ("dp", "reduce-scatter"): Traffic(units, dealt * work.wide_bytes) * micro,
         }
-        replicated = {("replicas", "all-reduce"): Traffic(units, padded // shards * work.wide_bytes) * micro}
+        replicated = {("replicas", "all-reduce"): Traffic(units, dealt // shards * work.wide_bytes) * micro}
         return [*(sharded.items() if shards > 1 else ()), *(replicated.items() if parallel.replicate_size > 1 else ())]
     whole = sum(map(math.prod, shapes))
     gradients, weights = Traffic(None, whole * work.wide_bytes), Traffic(None, whole * work.weight_bytes)
     large = Traffic(
         None, work.weight_bytes * sum(n for s in shapes if (n := math.prod(s)) >= persistence_threshold(parallel))
     )
+    again = micro - 1 if whole <= gathered_at_most(parallel) else 2 * micro - 1
     return {
         0: [(("dp", "all-reduce"), gradients)],
         1: [(("dp", "all-reduce"), gradients), (("dp", "all-gather"), weights)],
         2: [(("dp", "all-reduce"), gradients * micro), (("dp", "all-gather"), weights)],
-        # small ones stay gathered between updates, large ones from a forward to its backward pass, as long as not more
-        # than `stage3_max_live_parameters` would
-        3: [(("dp", "reduce-scatter"), gradients * micro), (("dp", "all-gather"), weights + large * (micro - 1))],
+        # small ones stay gathered between updates, large ones from a forward to its backward pass, in small models
+        3: [(("dp", "reduce-scatter"), gradients * micro), (("dp", "all-gather"), weights + large * again)],
     }[parallel.zero_stage]
 
 
 def persistence_threshold(parallel: ParallelConfig) -> int:
     """Parameters below stay whole at stage 3; by default DeepSpeed's default."""
-    zero = parallel.deepspeed.get("zero_optimization", {})
-    return zero.get("stage3_param_persistence_threshold", 100_000)
+    return _of_stage_3(parallel, "param_persistence_threshold", 100_000)
 
 
-def _padded(shape: torch.Size, shards: int) -> int:
+def gathered_at_most(parallel: ParallelConfig) -> int:
+    """Elements that stage 3 keeps gathered from the forward to the backward pass; larger models are gathered again."""
+    limits = ("max_live_parameters", "max_reuse_distance")
+    return max(_of_stage_3(parallel, name, 1_000_000_000) for name in limits)
+
+
+def _of_stage_3(parallel: ParallelConfig, name: str, default: int) -> int:
+    return int(parallel.deepspeed.get("zero_optimization", {}).get(f"stage3_{name}", default))
+
+
+def padded(shape: torch.Size, shards: int) -> int:
     """Elements of a parameter whose rows are dealt to shards of equal size."""
     rows = -(-shape[0] // shards) * shards
     return rows * (math.prod(shape) // shape[0])

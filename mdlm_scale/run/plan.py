@@ -95,7 +95,9 @@ def plan(config: Config, machine: Machine, num_gpus: int, vocab_size: int) -> Pl
     length, dtype = config.data.length, build.DTYPES[config.train.precision]
     places = _places(config.model, vocab_size, parallel.tp_size)
     size = _sizes(config.model, vocab_size, length)
-    here = replace(size, num_parameters=sum(place.shape.numel() for place in places.values()))
+    # FSDP deals whole rows: the first rank has most
+    dealt = layout.shard_size if parallel.engine is EngineName.fsdp else 1
+    here = replace(size, num_parameters=sum(traffic.padded(place.shape, dealt) for place in places.values()))
     passes = _trace(Passes(
         config.model, vocab_size, length, batch.micro_batch_size, parallel.recompute, dtype, parallel.tp_size,
         parallel.sequence_parallel, machine.is_cpu,
