@@ -110,6 +110,18 @@ def test_layouts_fit_the_batch(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_header_tells_memory(recipe: str) -> None:
+    told = re.findall(r"GPUs, +([\d.]+) GB each", header(recipe))
+    plans = []
+    for each in layouts(recipe):
+        config = build.with_engine(each.config, each.num_gpus)
+        assert config.tokenizer.vocab_size is not None
+        plans.append(plan(config, machine.load("h100"), each.num_gpus, config.tokenizer.vocab_size))
+    assert told == [f"{each.peak_bytes / 1e9:.1f}" for each in plans]
+    assert all(each.missing_bytes == 0 for each in plans)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_layout_is_built_at_its_real_size(recipe: str) -> None:
     """On the meta device and with process groups that only pretend to talk, as the last rank: what it holds is what
     the layout gives it. Rows are dealt in blocks of equal size, the last ranks' being shorter."""
