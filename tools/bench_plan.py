@@ -17,7 +17,6 @@ import argparse
 import json
 import statistics
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,10 +31,7 @@ from bench_engines import LR, make_batch
 from bench_masked_ce import seconds_of
 from bench_step import initial
 from parity.ranks import run_ranks
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from parity.storages import StoragePeak
 
 from mdlm_scale import kernels
 from mdlm_scale.config import (
@@ -148,7 +144,7 @@ def peak_bytes(groups: Groups, config: Config, vocab_size: int) -> int:
     layout, cpu = layout_of(config, groups.ranks), torch.device("cpu")
     micro_slots = layout.micro_slots(config.batch.global_batch_size, config.batch.micro_batch_size)
     batches = [make_batch(config, vocab_size, slots) for slots in micro_slots]
-    with Alive() as alive:
+    with StoragePeak() as alive:
         model = build_model(config, vocab_size, vocab_size - 1)
         engine = build_engine(config, model, initial, cpu, layout, groups)
         ema = Ema(engine, 0.9999)
@@ -158,27 +154,6 @@ def peak_bytes(groups: Groups, config: Config, vocab_size: int) -> int:
             engine.step(lambda norm: True, LR)
             ema.update(engine, number)
     return alive.peak
-
-
-class Alive(TorchDispatchMode):
-    """As a context: the most bytes that storages made inside it had at any operation, those that were emptied too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            leaf = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                storage = leaf.untyped_storage()
-                self._known[storage._cdata] = weakref.ref(storage)
-        alive = {key: storage for key, ref in self._known.items() if (storage := ref()) is not None}
-        self._known = {key: self._known[key] for key in alive}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive.values()))
-        return out
 
 
 def compared_time(gpu: str | None, rounds: int) -> tuple[list[dict[str, Any]], Machine]:

@@ -23,7 +23,7 @@ def test_planned_bytes_are_those_of_real_ranks(name: str) -> None:
 
 
 def test_what_was_emptied_is_not_counted() -> None:
-    with bench.Alive() as alive:
+    with bench.StoragePeak() as alive:
         a = torch.ones(1000)
         a.untyped_storage().resize_(0)
         torch.ones(500)
