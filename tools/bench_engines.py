@@ -3,7 +3,7 @@
     python tools/bench_engines.py                                          both, a quarter of an hour on two cores
     python tools/bench_engines.py --only bytes --ranks 4 --json engines.json
     python tools/bench_engines.py --only overhead --tokens 1024 4096 --rounds 50
-    python tools/bench_engines.py --tp                                     what ranks send each other, half a minute
+    python tools/bench_engines.py --tp                                     what ranks send each other, a minute
 
 Overhead. For every number of tokens a step, one process holds a copy of the model for each engine and one for a loop in
 plain PyTorch: backward, clip_grad_norm_, fused AdamW. All get the same batch, and none has an average of its weights.
@@ -17,7 +17,8 @@ the micro-batches, and before the update. There the bytes of the storages of all
 each storage once, less what was alive before the model. The larger count (ZeRO 1 has whole gradients until the last
 micro-batch, then a part), of the rank that has most, is compared with what `model/sizes.py` foretells.
 
-With --tp instead: the collectives of one step of two micro-batches, on real ranks, for layouts with tensor parallelism.
+With --tp instead: the collectives of one step of two micro-batches, on real ranks, for every engine with and without
+tensor parallelism.
 All are counted, where torch starts them, by group and kind, and set beside what `parallel/traffic.py` foretells.
 """
 
@@ -85,6 +86,10 @@ SMALL_REACH = {
     }
 }
 LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # ranks, and how they share the work
+    "fsdp dp 2": (2, ParallelConfig(EngineName.fsdp)),
+    "fsdp dp 2, not resharded": (2, ParallelConfig(EngineName.fsdp, reshard_after_forward=False)),
+    "hsdp 2 x 2": (4, ParallelConfig(EngineName.fsdp, replicate_size=2)),
+    **{f"zero{stage} dp 2": (2, ParallelConfig(EngineName.deepspeed, zero_stage=stage)) for stage in range(4)},
     "fsdp tp 2": (2, ParallelConfig(EngineName.fsdp, tp_size=2)),
     "fsdp tp 2, sliced": (2, ParallelConfig(EngineName.fsdp, tp_size=2, **SLICED)),
     "fsdp tp 2, sliced, recompute": (
@@ -114,7 +119,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens a row (128)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1536, 4096], help="a step (512 1536 4096)")
     parser.add_argument("--rounds", type=int, default=20, help=f"timed, after {WARM_UP_ROUNDS} to warm up (20)")
-    parser.add_argument("--tp", action="store_true", help="count the collectives of tensor-parallel layouts instead")
+    parser.add_argument(
+        "--tp", action="store_true", help="count the collectives of many layouts instead, with tp 1, 2 and 4"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="whose bytes are counted (2)")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     parser.add_argument("--time", type=int, metavar="TOKENS", help="only this overhead, in this process; print JSON")
@@ -334,7 +341,7 @@ def live_bytes() -> int:
 def collectives(config: Config, vocab_size: int, json_file: str | None) -> int:
     """Print and write what the ranks of every layout of LAYOUTS send each other in a step; 0 if it is as foretold."""
     config, rows = replace(config, data=DataConfig(length=BYTES_LENGTH)), []
-    print(f"{'rank 0 of':30}{'group':10}{'kind':16}{'count':>7}{'foretold':>10}{'MB':>10}{'foretold':>10}")
+    print(f"{'rank 0 of':36}{'group':10}{'kind':16}{'count':>7}{'foretold':>10}{'MB':>10}{'foretold':>10}")
     for name, (world_size, parallel) in LAYOUTS.items():
         own = replace(config, parallel=parallel, batch=BatchConfig(4 * world_size // parallel.tp_size, 2))
         found = run_ranks(collective_rows, world_size, own, vocab_size, tp_size=parallel.tp_size)[0]
@@ -343,7 +350,7 @@ def collectives(config: Config, vocab_size: int, json_file: str | None) -> int:
             told = ("", "") if size is None else ("buckets" if count is None else count, f"{size / 1e6:.3f}")
             note = f"  {row['hooks']} of them by hooks, one a parameter and micro-batch" if row["hooks"] else ""
             print(
-                f"{name:30}{row['group']:10}{row['kind']:16}{row['count']:7}{told[0]:>10}"
+                f"{name:36}{row['group']:10}{row['kind']:16}{row['count']:7}{told[0]:>10}"
                 f"{row['bytes'] / 1e6:10.3f}{told[1]:>10}{note}",
                 flush=True,
             )

@@ -6,7 +6,7 @@
 
 Bytes. On real ranks (gloo), every engine makes two steps; in the second the bytes of all storages that are alive are
 added up at every operation, as autograd runs it. The largest sum of any rank is divided into the plan's peak. The
-exchanges of the same layouts with tensor parallelism are counted by `bench_engines.py --tp`.
+exchanges of such layouts are counted by `bench_engines.py --tp`.
 
 Time. Rates of this machine are measured by themselves: large square products, products of a model's shapes, attention,
 copies, the smallest operation. What all other operations reach is set so that the step of one model takes as long as
