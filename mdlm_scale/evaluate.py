@@ -24,7 +24,12 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--estimator", default="paper", choices=["paper", "count"], help="of the bound (paper)")
     parser.add_argument("--num-times", nargs="+", default=[], metavar="T", help="discrete time in T steps; inf: none")
     parser.add_argument("--samples-per-row", type=int, default=1, metavar="K", help="independent draws (1)")
-    parser.add_argument("--until-se", type=float, metavar="X", help="draw until noise adds at most X to the error")
+    parser.add_argument(
+        "--until-se",
+        type=float,
+        metavar="X",
+        help="draw until noise adds at most X to the error (with --compare: of the difference)",
+    )
     parser.add_argument("--rows", type=int, metavar="N", help="the first N rows (all)")
     parser.add_argument("--seed", type=int, default=1, help="of the noise (1)")
     parser.add_argument("--batch", type=int, default=16, metavar="B", help="rows a pass; free to change (16)")
@@ -47,6 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -31,11 +31,13 @@ from enumeration import coverage
 
 from mdlm_scale import evaluate, kernels
 from mdlm_scale.config import TimeSampling
+from mdlm_scale.errors import UserError, raise_if_any
 from mdlm_scale.layout import Layout
 from mdlm_scale.parallel.groups import Groups
 from mdlm_scale.run import perplexity
 from mdlm_scale.run.evaluate import Estimator, Plan, estimate, frozen, score
-from mdlm_scale.run.sample import load_model
+from mdlm_scale.run.metrics import json_faults, write_json
+from mdlm_scale.run.sample import Trained, load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_STEPS = 600  # a minute or two on a core
@@ -56,11 +58,18 @@ def main() -> int:
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)} must be at least {least}")
     kernels.tune_cpu()
-    result: dict[str, Any] = {"coverage": covered(args.seeds) if args.seeds else {}}
-    with tempfile.TemporaryDirectory() as folder:
-        result["equal_cost"] = compared(args, args.checkpoint or trained(Path(folder), args.steps))
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    try:
+        raise_if_any(json_faults(args.json))
+        if args.checkpoint:
+            checked(args, args.checkpoint)
+        result: dict[str, Any] = {"coverage": covered(args.seeds) if args.seeds else {}}
+        with tempfile.TemporaryDirectory() as folder:
+            result["equal_cost"] = compared(args, args.checkpoint or trained(Path(folder), args.steps))
+        if args.json:
+            write_json(args.json, json.dumps(result, indent=1) + "\n")
+    except UserError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 
@@ -85,12 +94,17 @@ def trained(folder: Path, num_steps: int) -> str:
     return str(folder / "run")
 
 
+def checked(args: argparse.Namespace, checkpoint: str) -> tuple[Trained, perplexity.Rows]:
+    """A network without time conditioning, for masks by count are one of the estimators."""
+    rows_asked = [] if args.rows is None else ["--rows", str(args.rows)]
+    asked = ["--checkpoint", checkpoint, "--data", args.data, "--estimator", "count", *rows_asked]
+    (subject,), rows = perplexity.checked(evaluate.parsed(asked))
+    return subject, rows
+
+
 def compared(args: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
     """The errors of one pass over the rows, and their ratios to iid."""
-    rows_asked = [] if args.rows is None else ["--rows", str(args.rows)]
-    (subject,), rows = perplexity.checked(
-        evaluate.parsed(["--checkpoint", checkpoint, "--data", args.data, *rows_asked])
-    )
+    subject, rows = checked(args, checkpoint)
     model = load_model(subject, torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype=torch.float32)
     diffusion = replace(frozen(subject.config.diffusion), num_times=None)
     plans = {

@@ -127,11 +127,11 @@ RECIPES: dict[str, Recipe] = {
         "fancyzhx/ag_news", {"train": "train", "validation": "test"}, detokenizer="wikitext+lm1b", wrapping=ZERO_SHOT,
     ),
     "scientific_papers_arxiv": Recipe(
-        "armanc/scientific_papers", {"train": "train", "validation": "test"}, "arxiv", PARQUET,
+        "armanc/scientific_papers", {"train": "train", "validation": "valid(ation)?"}, "arxiv", PARQUET,
         column="article", detokenizer="wikitext+lm1b", wrapping=ZERO_SHOT,
     ),
     "scientific_papers_pubmed": Recipe(
-        "armanc/scientific_papers", {"train": "train", "validation": "test"}, "pubmed", PARQUET,
+        "armanc/scientific_papers", {"train": "train", "validation": "valid(ation)?"}, "pubmed", PARQUET,
         column="article", detokenizer="wikitext+lm1b", wrapping=ZERO_SHOT,
     ),
 }  # fmt: skip

@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT))
 FILES = {path.stem: path for path in sorted((ROOT / "configs" / "eval").glob("*.yaml"))}
 PAPER = "the paper's model after 1M steps on OpenWebText"
 KINDS, COMPRESSIONS = (".txt", ".jsonl", ".parquet"), (".gz", ".zst")  # of a file that is a whole data set
-MIN_ROWS = 9  # two blocks, for a standard error
+MIN_ROWS, FEW_ROWS = 16, 128  # two blocks, for a standard error; fewer make one that is itself uncertain
+FIGURES = ("nelbo", "nelbo_se", "ppl", "ppl_se", "bits_per_byte", "bits_per_byte_se")
 Row = dict[str, Any]
 
 
@@ -114,6 +115,8 @@ def measure(args: argparse.Namespace) -> int:
     # tokens of other tokenizers are longer or shorter, and so are their perplexities higher or lower
     print(f"PPL: {protocol['checkpoint']}, {protocol['weights']} weights, per token of {protocol['tokenizer']}")
     print(f"paper: {PAPER}, per token of GPT-2; published, not measured here")
+    if few := [row["name"] for row in rows if row["rows"] < FEW_ROWS]:
+        print(f"errors of fewer than {FEW_ROWS} rows are themselves uncertain: {', '.join(few)}")
     if args.json:
         write_json(args.json, json.dumps({"paper": PAPER, "data_sets": rows}, indent=1) + "\n")
     return 0
@@ -138,7 +141,7 @@ def evaluated(job: "Job", args: argparse.Namespace) -> tuple[int, Row]:
         "name": job.data.name,
         "rows": figures["num_rows"],
         "tokens": figures["num_tokens"],
-        **{key: figures[key] for key in ("nelbo", "nelbo_se", "ppl", "ppl_se")},
+        **{key: figures[key] for key in FIGURES},
         "paper_ppl": job.data.paper,
         "protocol": figures["protocol"],
     }
@@ -172,13 +175,20 @@ def planned(args: argparse.Namespace) -> list[Job]:
     """Everything that can be wrong is told here, before anything is fetched or written."""
     from mdlm_scale.errors import ConfigError, UserError
     from mdlm_scale.log import log
+    from mdlm_scale.run.evaluate import MAX_DRAWS
     from mdlm_scale.run.metrics import json_faults
+    from mdlm_scale.run.perplexity import check_estimator
     from mdlm_scale.run.sample import find_trained
 
     errors: list[UserError] = [ConfigError(fault) for fault in json_faults(args.json)]
+    if args.input is not None and not args.input.is_dir():
+        errors.append(ConfigError(f"--input {args.input} is no folder. Leave it out to fetch what is missing."))
+    if args.samples_per_row > MAX_DRAWS:
+        errors.append(ConfigError(f"--samples-per-row {args.samples_per_row} must be at most {MAX_DRAWS}."))
     jobs: list[Job] = []
     try:
         trained = find_trained(Path(args.checkpoint))
+        check_estimator(args.estimator, args.checkpoint, trained)
     except UserError as error:
         errors.append(error)
     else:

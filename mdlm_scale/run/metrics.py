@@ -189,7 +189,9 @@ def json_faults(file: str | Path | None) -> list[str]:
         if file and not _is_pipe(file):
             tempfile.TemporaryFile(dir=Path(file).resolve().parent).close()
     except OSError as error:
-        return [f"--json {file} cannot be written: {error.strerror or error}."]
+        folder = Path(file).resolve().parent if file else Path()
+        reason = error.strerror or error if folder.is_dir() else f"there is no folder {folder}; make it first"
+        return [f"--json {file} cannot be written: {reason}."]
     return []
 
 

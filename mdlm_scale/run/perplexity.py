@@ -28,7 +28,7 @@ from mdlm_scale.data.source import Source
 from mdlm_scale.data.tokenizer import Tokenizer
 from mdlm_scale.diffusion import objective, schedule
 from mdlm_scale.diffusion.corrupt import Batch
-from mdlm_scale.errors import EXIT_FAILURE, ConfigError, FetchError, UserError
+from mdlm_scale.errors import EXIT_FAILURE, CheckpointError, ConfigError, DataError, FetchError, UserError
 from mdlm_scale.layout import Layout
 from mdlm_scale.log import log
 from mdlm_scale.model.dit import DiT
@@ -51,6 +51,8 @@ from mdlm_scale.run.metrics import json_faults, json_safe, write_json
 from mdlm_scale.run.sample import Trained, find_trained, load_model
 
 INF = "inf"  # steps of continuous time
+MIN_ROWS = 2 * BLOCK  # for a standard error
+FEW_BLOCKS = 16  # below, the error is itself uncertain: of 8 blocks it held the truth in nine of ten cases
 Figures = dict[str, Any]
 
 
@@ -76,8 +78,8 @@ def main(asked: Namespace) -> int:
             print(text(found))
             if asked.json:
                 write_json(asked.json, json.dumps(found, indent=1, allow_nan=False) + "\n")
-    parts = [figures["se_mc"] for figures in found["results"]]
-    if asked.until_se is None or all(part is not None and part <= asked.until_se for part in parts):
+    judged = [found["difference"]] if found["difference"] else found["results"]
+    if asked.until_se is None or all(figures["se_mc"] <= asked.until_se for figures in judged):
         return 0
     log.warning(
         f"--until-se {asked.until_se} was not reached with {found['num_draws']} draws of each row; more than "
@@ -112,14 +114,21 @@ def measure(asked: Namespace, groups: Groups) -> Figures:
 def _scores(
     asked: Namespace, work: Sequence[tuple[Forward, Plan]], source: Source, layout: Layout, groups: Groups
 ) -> list[Scores]:
-    """Of each model, with as many draws as are asked for, or as the wanted error needs; none is made twice."""
+    """Of each model, with as many draws as are asked for, or as the wanted error (of a difference, where there is one)
+    needs; none is made twice."""
     found: list[Scores] = []
     draws = range(asked.samples_per_row if asked.until_se is None else max(2, asked.samples_per_row))
     while True:
         more = [score(forward, source, plan, draws, layout, groups, asked.batch) for forward, plan in work]
+        for path, scores in zip(asked.checkpoints, more, strict=True):
+            if num_wrong := int((~np.isfinite(scores.nats)).any(0).sum()):
+                raise CheckpointError(
+                    f"{path}: its network gives numbers that are not finite, for {num_wrong} of {scores.tokens.size} "
+                    f"rows. Take a checkpoint from before that."
+                )
         found = [one + other for one, other in zip(found, more, strict=True)] if found else more
-        parts = [estimate(scores).se_mc for scores in found]
-        if asked.until_se is None or all(part is not None and part <= asked.until_se for part in parts):
+        judged = [difference(*found)] if len(found) == 2 else [estimate(scores) for scores in found]
+        if asked.until_se is None or all((each.se_mc or 0.0) <= asked.until_se for each in judged):
             return found
         draws = range(draws.stop, 2 * draws.stop)
         if draws.stop > MAX_DRAWS:
@@ -162,6 +171,7 @@ def _figures(subject: Trained, plan: Plan, scores: Scores, rows: Rows, raw: bool
         "complete": None if reconstruction is None else found.nelbo + prior + reconstruction,
         "protocol": {
             "checkpoint": str(subject.folder),
+            "checkpoint_fingerprint": subject.fingerprint,
             "step": subject.step,
             "weights": subject.weights(raw),
             "precision": str(precision),
@@ -187,13 +197,8 @@ def checked(asked: Namespace) -> tuple[list[Trained], Rows]:
     for path in asked.checkpoints:
         try:
             subjects.append(find_trained(Path(path)))
-            config = subjects[-1].config
-            if asked.estimator == Estimator.by_count and config.model.time_conditioning:
-                raise ConfigError(
-                    f"--estimator count has no time to tell a network, and {path} has model.time_conditioning=true. "
-                    f"Use --estimator paper."
-                )
-            rows = _rows(asked, config.data, subjects[-1].tokenizer)
+            check_estimator(asked.estimator, path, subjects[-1])
+            rows = _rows(asked, subjects[-1].config.data, subjects[-1].tokenizer)
         except FetchError:
             raise
         except UserError as error:
@@ -204,6 +209,14 @@ def checked(asked: Namespace) -> tuple[list[Trained], Rows]:
     if errors or rows is None:
         raise type(errors[0])(*dict.fromkeys(fault for error in errors for fault in error.faults))
     return subjects, rows
+
+
+def check_estimator(estimator: str, path: str, subject: Trained) -> None:
+    if estimator == Estimator.by_count and subject.config.model.time_conditioning:
+        raise ConfigError(
+            f"--estimator count has no time to tell a network, and {path} has model.time_conditioning=true. "
+            f"Use --estimator paper."
+        )
 
 
 def _faults(asked: Namespace) -> list[str]:
@@ -241,11 +254,13 @@ def _rows(asked: Namespace, config: DataConfig, tokenizer: Tokenizer) -> Rows:
         faults = (fault.removeprefix("data.validation: ") for fault in error.faults)
         raise type(error)(*(f"--data: {fault}" for fault in faults)) from error
     num_rows, most = source.num_rows if asked.rows is None else asked.rows, min(source.num_rows, MAX_ROWS)
-    if not BLOCK < num_rows <= most:
-        raise ConfigError(
-            f"{num_rows} rows of --data {where}, which has {source.num_rows}: at least {BLOCK + 1} are needed (two "
-            f"blocks, for a standard error), and at most {most} can be evaluated."
+    if source.num_rows < MIN_ROWS:
+        raise DataError(
+            f"--data {where} has {source.num_rows} rows of {config.length} tokens, and {MIN_ROWS} are needed (two "
+            f"blocks, for a standard error). Give more text."
         )
+    if not MIN_ROWS <= num_rows <= most:
+        raise ConfigError(f"--rows {num_rows} must lie in {MIN_ROWS} .. {most} for --data {where}.")
     manifest = _made(source, where) if description is None else description.manifest
     text_bytes = manifest.get("text_bytes")
     protocol = {"data": where, "data_fingerprint": source.fingerprint(), "length": config.length}
@@ -274,7 +289,8 @@ def text(found: Figures) -> str:
         table.append(("b - a", *(cell(found["difference"], key) for key in keys[:3]), "", "", "", ""))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(f"{part:{n}}" for part, n in zip(line, widths, strict=True)).rstrip() for line in table]
-    lines.append(f"{found['num_rows']:,} rows, {found['num_tokens']:,} tokens, {found['num_blocks']:,} blocks")
+    few = " (few: the errors are themselves uncertain; take more rows)" if found["num_blocks"] < FEW_BLOCKS else ""
+    lines.append(f"{found['num_rows']:,} rows, {found['num_tokens']:,} tokens, {found['num_blocks']:,} blocks{few}")
     for key in found["protocol"]:
         values = dict.fromkeys(str(figures["protocol"][key]) for figures in found["results"])
         lines.append(f"  {key:22} {' | '.join(values)}")

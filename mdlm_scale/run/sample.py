@@ -1,5 +1,6 @@
 """Text from a checkpoint: load the averaged weights into a model of their own, draw, decode, say what it took."""
 
+import hashlib
 import json
 import math
 import time
@@ -148,6 +149,11 @@ class Trained:
         """Of the run that it is from; unknown of some that were converted."""
         return (self.manifest.get("converted") or self.manifest["state"])["step"]
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the files with its weights."""
+        return hashlib.sha256(json.dumps(self.manifest["files"], sort_keys=True).encode()).hexdigest()
+
     def weights(self, raw: bool) -> str:
         """What is read: of what was converted there may be one kind, under both names."""
         kinds = self.manifest.get("converted", {}).get("weights", {"ema": "averaged", "model": "raw"})
@@ -158,10 +164,18 @@ def find_trained(path: Path) -> Trained:
     """A checkpoint directory, or the newest one of a run directory."""
     folder = checkpoint.newest(path)
     if folder is None:
-        raise CheckpointError(f"{path} is neither a checkpoint (step-...) nor a run directory with one.")
+        what = "is neither a checkpoint (step-...) nor a run directory with one" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}. Give the run.dir of a run, or one of its checkpoints/step-... folders.")
+    there = checkpoint.listed(path / "checkpoints")
+    for newer in there[there.index(folder) + 1 :] if folder in there else ():
+        log.warning(f"{newer} is passed over: its manifest cannot be read")
     manifest = checkpoint.read_manifest(folder)
     config = config_module.from_tree(manifest["config"])
-    tokenizer = tokenizer_module.load(config.tokenizer)
+    try:
+        tokenizer = tokenizer_module.load(config.tokenizer)
+    except ConfigError as error:
+        convert = f"python tools/convert_ckpt.py {path} DST --to native --tokenizer FOLDER"
+        raise ConfigError(f"{error} For a checkpoint whose tokenizer has moved: {convert}.") from error
     size, theirs = tokenizer.vocab_size, manifest["tensors"].get("ema/embed.weight", {"shape": [0]})["shape"][0]
     if tokenizer.fingerprint != manifest["fingerprints"]["tokenizer"] or size != theirs:
         raise CheckpointError(

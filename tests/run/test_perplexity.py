@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,11 +159,49 @@ def test_an_error_that_is_not_reached_is_told(
     assert json.loads((tmp_path / "out.json").read_text())["num_draws"] == 4  # the figures are there all the same
 
 
-def test_what_is_not_a_number_is_null(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_without_numbers_is_told(
+    run: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = perplexity.forward
     monkeypatch.setattr(perplexity, "forward", lambda *given: forward(*given) * math.nan)
-    found = measured("--samples-per-row", "2")
-    assert {found[key] for key in ("nelbo", "nelbo_se", "ppl", "se_mc", "bits_per_token")} == {None}
+    asked = ["--checkpoint", str(run), "--data", str(corpus), "--rows", "20", "--until-se", "0.1"]
+    assert evaluate.main(asked) == 2
+    assert "its network gives numbers that are not finite, for 20 of 20 rows." in capsys.readouterr().err
+
+
+def test_the_error_asked_for_is_that_of_a_difference(measured: Any, run: Path) -> None:
+    """Of a checkpoint to itself there is none, so one pair of draws is enough."""
+    found = measured("--until-se", "1e-9", "--rows", "20", which=("--compare", str(run), str(run)))
+    assert found["num_draws"] == 2
+    assert found["difference"]["se_mc"] == 0
+
+
+def test_few_blocks_are_said_to_be_few(measured: Any) -> None:
+    assert "16 rows, " in (said := perplexity.text(measured("--rows", "16")))
+    assert "2 blocks (few: the errors are themselves uncertain; take more rows)" in said
+    assert "few" not in perplexity.text(measured("--rows", "128"))
+
+
+def test_a_newer_checkpoint_that_cannot_be_read_is_told(
+    run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = shutil.copytree(run, tmp_path / "copied")
+    newer = copied / "checkpoints" / "step-999999"
+    newer.mkdir()
+    (newer / "manifest.json").write_text('{"format": ')
+    assert evaluate.main(["--checkpoint", str(copied), "--data", str(corpus), "--rows", "20"]) == 0
+    assert f"{newer} is passed over: its manifest cannot be read" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_one_line(
+    run: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(perplexity, "forward", interrupted)
+    assert evaluate.main(["--checkpoint", str(run), "--data", str(corpus), "--rows", "20"]) == 130
+    assert capsys.readouterr().err.endswith("interrupted: nothing was written\n")
 
 
 def test_a_table_over_the_number_of_steps(measured: Any) -> None:
@@ -192,9 +231,9 @@ def test_rows_of_another_length_are_taken_as_they_are(measured: Any, tmp_path: P
 MISTAKES = {
     "no checkpoint": (["--checkpoint", "/tmp"], "/tmp is neither a checkpoint (step-...) nor a run directory"),
     "no data": (["--data", "nowhere"], "--data: 'nowhere' does not exist"),
-    "no rows": (["--rows", "0"], "at least 9 are needed (two blocks, for a standard error)"),
-    "one block": (["--rows", "8"], "at least 9 are needed (two blocks, for a standard error)"),
-    "more rows": (["--rows", "100000"], "100000 rows of --data"),
+    "no rows": (["--rows", "0"], "--rows 0 must lie in 16 .. "),
+    "one block and a part": (["--rows", "15"], "--rows 15 must lie in 16 .. "),
+    "more rows": (["--rows", "100000"], "--rows 100000 must lie in 16 .. "),
     "T": (["--num-times", "0"], "--num-times 0: each must be at least 1"),
     "negative T": (["--num-times=-5"], "--num-times -5: each must be at least 1"),
     "T in words": (["--num-times", "10", "many"], "--num-times 10 many: each must be at least 1"),
@@ -205,7 +244,10 @@ MISTAKES = {
     "error nan": (["--until-se", "nan"], "--until-se nan must be a number above 0"),
     "batch": (["--batch", "0"], "--batch 0 must be at least 1"),
     "seed": (["--seed", "-1"], "--seed -1 must lie in 0 .. 2^64 - 1"),
-    "json": (["--json", "/nowhere/out.json"], "--json /nowhere/out.json cannot be written: No such file or directory"),
+    "json": (
+        ["--json", "/nowhere/out.json"],
+        "--json /nowhere/out.json cannot be written: there is no folder /nowhere; make it",
+    ),
     "json folder": (["--json", "/tmp"], "--json /tmp cannot be written: it is a folder"),
 }
 

@@ -20,8 +20,8 @@ HUB: dict[str, tuple[str, str, dict[str, int]]] = {  # folder and field there, a
     "ptb": ("", "sentence", {"train": 5, "validation": 3}),
     "lambada": ("default", "text", {"validation": 4}),
     "ag_news": ("", "text", {"train": 5, "validation": 4}),
-    "scientific_papers_arxiv": ("arxiv", "article", {"train": 5, "validation": 4}),
-    "scientific_papers_pubmed": ("pubmed", "article", {"train": 5, "validation": 4}),
+    "scientific_papers_arxiv": ("arxiv", "article", {"train": 5, "validation": 3}),
+    "scientific_papers_pubmed": ("pubmed", "article", {"train": 5, "validation": 3}),
 }
 
 

@@ -18,7 +18,7 @@ from mdlm_scale.data import shards, source, tokenizer
 PAPER = {  # zero-shot perplexities as they are published
     "ptb": 95.26, "wikitext": 32.83, "lm1b": 67.01, "lambada": 47.52, "ag_news": 61.15, "pubmed": 41.89, "arxiv": 37.37,
 }  # fmt: skip
-NUM_LINES = 120  # some eleven rows of 1024 bytes
+NUM_LINES = 190  # some eighteen rows of 1024 bytes
 
 
 @pytest.fixture
@@ -123,8 +123,12 @@ def test_all_faults_are_told_before_anything_is_made(
     assert ask(suite, "--checkpoint", "nowhere", "--input", inputs, "--json", "no/where.json") == 2
     said = capsys.readouterr().err
     assert "--json no/where.json cannot be written" in said
-    assert "nowhere is neither a checkpoint" in said
+    assert "nowhere does not exist. Give the run.dir of a run" in said
     assert train_run() == 0
+    assert ask(suite, "--checkpoint", "run", "--input", "elsewhere", "--samples-per-row", "9999") == 2
+    said = capsys.readouterr().err
+    assert "--input elsewhere is no folder. Leave it out to fetch what is missing." in said
+    assert "--samples-per-row 9999 must be at most 1024." in said
     (inputs / "ptb" / "validation-00000-of-00001.jsonl").unlink()
     assert ask(suite, "--checkpoint", "run", "--input", inputs) == 2
     said = capsys.readouterr().err
@@ -135,7 +139,7 @@ def test_all_faults_are_told_before_anything_is_made(
     assert not Path("data").exists()
     assert ask(suite, "--checkpoint", "run", "--input", inputs, "--only", "ag_news", "lm1b") == 2
     said = capsys.readouterr()
-    assert "has 1 row(s); a standard error needs 9" in said.err
+    assert "has 1 row(s); a standard error needs 16" in said.err
     assert said.out == ""
 
 
@@ -143,7 +147,7 @@ def test_all_faults_are_told_before_anything_is_made(
     ("given", "message"),
     [
         (("--only", "enwik8"), "invalid choice: 'enwik8'"),
-        (("--rows", "8"), "--rows 8 must be at least 9"),
+        (("--rows", "8"), "--rows 8 must be at least 16"),
         (("--batch", "0"), "--batch 0 must be at least 1"),
         (("--samples-per-row", "0"), "--samples-per-row 0 must be at least 1"),
     ],
