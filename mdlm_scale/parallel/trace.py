@@ -5,6 +5,7 @@ their collectives are left out (`traffic.py` knows them). Nothing is allocated, 
 so two short models tell of any depth.
 """
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -149,11 +150,13 @@ def _tp_group(size: int) -> Iterator[dist.ProcessGroup | None]:
     if size == 1:
         yield None
         return
+    before = sys.excepthook  # it is wrapped, to name the rank
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+        sys.excepthook = before
 
 
 class _Counter(TorchDispatchMode):

@@ -316,12 +316,14 @@ _TOLD = {
 def _print_search(fitting: list[Plan], refused: list[dict[str, Any]], given: dict[str, Any]) -> None:
     """The fastest, and of what does not fit the layouts that no micro-batch makes fit."""
     if fitting:
-        print(f"{len(fitting)} layouts fit, the fastest first:\n{'s/step':>8}{'MFU':>7}{'GB':>7}{'days':>7}")
+        print(f"{len(fitting)} layouts fit, the fastest first:\n{'s/step':>8}{'MFU':>7}{'GB':>8}{'days':>10}")
     for each in fitting[:SHOWN]:
-        numbers = f"{each.step_seconds:8.3g}{each.mfu:7.1%}{each.peak_bytes / 1e9:7.1f}{each.days:7.3g}"
+        numbers = f"{each.step_seconds:8.3g}{each.mfu:7.1%}{each.peak_bytes / 1e9:8.3g}{each.days:10.3g}"
         print(f"{numbers}  {_typed(each.settings, given)}")
     never = [row for row in refused if row["settings"]["batch.micro_batch_size"] == 1]
-    print(f"\n{len(never)} fit with no micro-batch{', some of them:' if len(never) > SHOWN else ':'}")
+    if never:
+        print(f"\n{len(never)} fit with no micro-batch{', some of them:' if len(never) > SHOWN else ':'}")
     for row in never[:: max(1, len(never) // SHOWN)][:SHOWN]:
         print(f"  {row['reason']}: {_typed(row['settings'], given)}")
-    print(f"{len(refused) - len(never)} micro-batches are too large for their layout; --json names all, with reasons")
+    if larger := len(refused) - len(never):
+        print(f"\n{larger} fit, but with no larger micro-batch; --json names all, with reasons")
