@@ -305,7 +305,7 @@ def test_setting_of_another_engine_is_refused(overrides: list[str], expected: st
             "Nearest that work: 2 or 4 ranks, or parallel.tp_size=1 and parallel.replicate_size=1 on 3.",
         ),
     ],
-    ids=["heads", "length", "no tp", "world size"],
+    ids=["heads", "length", "no tp", "compiled", "world size"],
 )
 def test_layout_that_cannot_cut_the_model(overrides: list[str], world_size: int, expected: str) -> None:
     given = config.load(DEBUG, ["parallel.engine=fsdp", *overrides])
