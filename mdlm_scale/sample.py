@@ -47,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("\ninterrupted: a --json file is written when all samples are there", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def _card(source: Source, tokenizer: Tokenizer | None, weights: str, config: dic
     ]
     if found := evaluation(source):
         parts.append("## Evaluation\n\nOn the validation rows of the run, averaged weights; nats a token.\n")
-        rows = "".join(f"| {key} | {value} |\n" for key, value in found.items() if key != "kind")
+        rows = "".join(f"| {key} | {value} |\n" for key, value in found.items() if key != "kind" and value is not None)
         parts.append(f"| | |\n|---|---|\n{rows}")
     if source.format in ("native", "hf"):
         parts.append(f"## Recipe\n\n```yaml\n{config_module.to_yaml(source.config)}```\n")
@@ -237,10 +237,13 @@ if (folder / "tokenizer_config.json").is_file():
     prompt = [model.config.bos_token_id, *tokenizer(args.prompt, add_special_tokens=False).input_ids]
 elif args.prompt:
     parser.error("--prompt needs a tokenizer, and there is none in this folder")
-ids = model.generate(
-    torch.tensor([prompt], dtype=torch.long), num_samples=args.num, num_steps=args.steps, sampler=args.sampler,
-    length=args.length, seed=args.seed,
-)
+try:
+    ids = model.generate(
+        torch.tensor([prompt], dtype=torch.long), num_samples=args.num, num_steps=args.steps, sampler=args.sampler,
+        length=args.length, seed=args.seed,
+    )
+except ValueError as error:
+    parser.error(str(error))
 for number, sample in enumerate(ids.tolist()):
     print(f"--- sample {number}")
     print(tokenizer.decode(sample) if tokenizer else sample)

@@ -165,6 +165,8 @@ class MdlmForMaskedLM(PreTrainedModel):
         logits_MV = self.backbone.output_layer.linear(hidden_BLD[is_drawn_BL[row_B]])
         cdf_MV = torch.softmax(without_mask(logits_MV.double(), self.config.mask_token_id), dim=1).cumsum(dim=1)
         total_M = cdf_MV[:, -1]
+        if not total_M.isfinite().all():
+            raise ValueError("The network gives no numbers (NaN): weights like these have nothing to say.")
         u_M = torch.rand(len(cdf_MV), dtype=torch.float64, generator=generator).to(z_BL.device)
         # below the total, or the search would run past the last token that has any probability
         point_M = torch.minimum(u_M * total_M, torch.nextafter(total_M, torch.zeros_like(total_M)))

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from mdlm_scale.errors import CheckpointError
+from mdlm_scale.log import live
 
 MAX_DESCRIPTION = 256 << 20  # bytes of data.pkl: it holds no weights
 MEMO = ("PUT", "BINPUT", "LONG_BINPUT")  # opcodes that number an object
+PIECE = 8 << 20  # bytes read at a time
 LOCAL_HEADER = 30  # bytes of a zip entry's header, before its name and extra field
 
 STORAGES = {
@@ -159,7 +161,7 @@ def read(path: Path) -> Any:
             prefix = found[0].removesuffix("data.pkl")
             if members[found[0]].file_size > MAX_DESCRIPTION:
                 raise CheckpointError(f"{path}: its data.pkl has {members[found[0]].file_size} bytes, no description.")
-            order = prefix + "byteorder"
+            order, intact = prefix + "byteorder", set[str]()
             if order in members and archive.read(order).strip() != b"little":
                 raise CheckpointError(f"{path} was written on a big-endian machine.")
 
@@ -170,6 +172,9 @@ def read(path: Path) -> Any:
                 start = _start(file, info)
                 if info.file_size < numel * dtype.itemsize or start + info.file_size > path.stat().st_size:
                     raise pickle.UnpicklingError(f"its storage data/{key} is too short")
+                if key not in intact:
+                    _verify(archive, info)
+                    intact.add(key)
                 return _Storage(dtype, start, info.file_size)
 
             description = archive.read(found[0])
@@ -184,6 +189,17 @@ def read(path: Path) -> Any:
         ) from error
     except Exception as error:  # a spoilt pickle fails in any way it likes
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def _verify(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    """Against the checksum that was written with the bytes."""
+    live(f"reading {info.filename}, to compare it with its checksum")
+    try:
+        with archive.open(info) as entry:
+            while entry.read(PIECE):
+                pass
+    except zipfile.BadZipFile as error:
+        raise pickle.UnpicklingError(f"its entry {info.filename} is damaged") from error
 
 
 def _check_memo(description: bytes) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import convert_pickle
 import numpy as np
 import torch
+from convert_pickle import PIECE
 from torch import Tensor
 
 from mdlm_scale import config as config_module
@@ -32,12 +33,12 @@ from mdlm_scale.run.saver import DTYPES
 
 PREFIX = "backbone."
 ROTARY = PREFIX + "rotary_emb.inv_freq"  # a buffer of the original, which ours computes
-PIECE = 8 << 20  # bytes read at a time
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt")
 RECOGNISED = (
     "a run directory or checkpoint of ours (checkpoints/step-..., manifest.json), a Hugging Face folder of ours or of "
     "the original (config.json), or the original's .ckpt file"
 )
+SUMS = "SHA256SUMS"  # of an export's weight files, as sha256sum writes and checks them
 Rows = Callable[[int, int], Tensor]
 
 
@@ -54,7 +55,8 @@ class Weight:
         """The whole in pieces, as the original or we order it; a qkv matrix that changes its order is one piece."""
         is_paper = model.block is BlockName.paper  # the original has no other, and an export of modern ones our order
         turned = is_paper and name.endswith("qkv.weight") and to_theirs != self.is_original
-        count = self.shape[0] if turned else max(1, PIECE // (math.prod(self.shape[1:]) * self.dtype.itemsize))
+        num_rows = max(1, PIECE // (math.prod(self.shape[1:]) * self.dtype.itemsize))
+        count = self.shape[0] if turned else num_rows
         for first in range(0, self.shape[0], count):
             piece = self.rows(first, min(first + count, self.shape[0]))
             if turned:
@@ -176,6 +178,8 @@ def _open_hugging_face(folder: Path) -> Source:
         tensors = _tensors_of(folder)
     except CheckpointError as error:
         faults += error.faults
+    else:
+        faults += _changed(folder)
     kinds: dict[str, tuple[Any, ...]] = {"dropout": (float, int), "time_conditioning": (bool,)}
     kinds |= dict.fromkeys(("mask_token_id", "mask_index", "n_kv_heads"), (int, type(None)))
     faults += [f"{folder / 'config.json'}: {name}={told[name]!r} is of a wrong type."
@@ -202,6 +206,22 @@ def _open_hugging_face(folder: Path) -> Source:
         fingerprint is not None or has_files, {"ema": weights} if ours.get("weights") != "raw" else {"model": weights},
         ours.get("step"),
     )  # fmt: skip
+
+
+def _changed(folder: Path) -> list[str]:
+    """Of the files whose sums an export wrote beside them."""
+    file = folder / SUMS
+    if not file.is_file():
+        return []
+    live(f"reading {folder.name}, to compare its weights with their sha256")
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        path = folder / Path(name).name
+        if path.is_file() and checkpoint.sha256(path) != digest:
+            found.append(f"{path} does not have the sha256 that {SUMS} tells: it was damaged, or changed since it was "
+                         f"exported. If that was meant, remove {SUMS}.")  # fmt: skip
+    return found
 
 
 def _tensors_of(folder: Path) -> dict[str, Weight]:

@@ -6,6 +6,7 @@ Every fault of source, target and tokenizer is told at once, before the first by
 import json
 import os
 import shutil
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import convert_hf_files as hf_files
 import torch
-from convert_sources import PREFIX, ROTARY, Source, Weight, inverse_frequencies, open_source, original_order
+from convert_sources import PREFIX, ROTARY, SUMS, Source, Weight, inverse_frequencies, open_source, original_order
 from torch import Tensor
 from transformers import AutoTokenizer  # noqa: F401 - used by what is called here; imported before memory is measured
 
@@ -136,6 +137,11 @@ def _target_faults(args: Namespace) -> list[str]:
     target, source = args.target.resolve(), args.source.resolve()
     if target == source or target in source.parents or source in target.parents:
         return [f"DST {args.target} is SRC, or one holds the other. Choose another folder."]
+    above = next(folder for folder in target.parents if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=above).close()
+    except OSError as error:
+        return [f"DST {args.target} cannot be made: {above}: {error.strerror}. Choose another folder."]
     if not target.exists():
         return []
     if not args.force:
@@ -215,8 +221,10 @@ def _write_hugging_face(folder: Path, plan: Plan) -> None:
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
     ]  # fmt: skip
     progress = _Progress(sum(_meta(plan, weight).nbytes for _, weight in entries.values()))
+    sums = ""
     for file, shard in zip(names, shards, strict=True):
-        _write_weights(folder / file, plan, shard, progress)
+        sums += f"{_write_weights(folder / file, plan, shard, progress)}  {file}\n"
+    (folder / SUMS).write_text(sums)
     if len(shards) > 1:
         places = {key: file for file, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": progress.total}, "weight_map": places}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mdlm_scale.diffusion.noise import uniforms
 from mdlm_scale.diffusion.schedule import Schedule
+from mdlm_scale.errors import TrainingError
 
 Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHUNK_ROWS = 512  # whose distribution over V is in memory in float64
@@ -102,6 +103,8 @@ def draw(logits_MV: Tensor, u_M: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         law_MV = law_MV.scatter(1, token_MV, falling_MV.masked_fill(is_tail_MV, 0.0))
     cdf_MV = law_MV.cumsum(dim=1)
     total_M = cdf_MV[:, -1]
+    if not total_M.isfinite().all():
+        raise TrainingError("The network gives no numbers (NaN): weights like these have nothing to say.")
     # below the total, or the search would run past the last token that has any probability
     point_M = torch.minimum(u_M * total_M, torch.nextafter(total_M, torch.zeros_like(total_M)))
     token_M = torch.searchsorted(cdf_MV, point_M[:, None], right=True).squeeze(1)

@@ -176,7 +176,10 @@ def _check_init_from(config: Config, data: Data, groups: Groups) -> None:
     if config.run.init_from is None or checkpoint.newest(Path(config.run.dir)) is not None:
         return
     if (path := checkpoint.newest(Path(config.run.init_from))) is None:
-        raise CheckpointError(f"run.init_from={config.run.init_from} is no checkpoint, nor a run directory with one.")
+        raise CheckpointError(
+            f"run.init_from={config.run.init_from} is no checkpoint of ours, nor a run directory with one. Of another "
+            f"format: python tools/convert_ckpt.py {config.run.init_from} DST --to native makes one."
+        )
     manifest, now = checkpoint.read_manifest(path), config_module.to_tree(config)["model"]
     groups.agree("The ranks see other files", {"run.init_from": manifest["files"]})
     now |= {"vocabulary": data.tokenizer.vocab_size, "tokenizer": data.tokenizer.fingerprint}

@@ -55,8 +55,14 @@ def load_judge(name: str) -> Judge:
     try:
         files = ["*.json", "*.txt", "*.model", "*.safetensors"]  # without a network, those that were fetched before
         where = name if Path(name).exists() else snapshot_download(name, allow_patterns=files)
-        model: Any = AutoModelForCausalLM.from_pretrained(where, local_files_only=True, use_safetensors=True)
-        theirs = AutoTokenizer.from_pretrained(where, local_files_only=True)
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        model: Any = AutoModelForCausalLM.from_pretrained(where, use_safetensors=True, **local)
+        theirs = AutoTokenizer.from_pretrained(where, **local)
+        num_known, ids = model.get_input_embeddings().num_embeddings, theirs.encode("a text", add_special_tokens=False)
+        if not ids:
+            raise ValueError("its tokenizer finds no tokens in a text; are its files there?")
+        if theirs.vocab_size > num_known:
+            raise ValueError(f"its tokenizer has {theirs.vocab_size} entries, the model {num_known}")
         return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), theirs
     except Exception as error:  # whatever a strange folder makes their loaders raise
         raise ConfigError(

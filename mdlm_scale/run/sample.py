@@ -46,7 +46,11 @@ def main(asked: Namespace) -> int:
         asked.temperature, asked.top_p, tokenizer.eos_id if asked.stop_at_eos else -1,
     )  # fmt: skip
     steps = None if rule.order is Order.first_hitting else rule.num_steps
-    told = {"seed": rule.seed, "sampler": rule.order, "steps": steps, "departures": rule.departures()}
+    told = {
+        "checkpoint": str(trained.folder), "weights": trained.weights(asked.raw),
+        "seed": rule.seed, "sampler": rule.order, "steps": steps, "temperature": rule.temperature,
+        "top_p": rule.top_p, "departures": rule.departures(), "prompt": asked.prompt, "infill": asked.infill,
+    }  # fmt: skip
     note = f" (not the model's law: {', '.join(rule.departures())})" if rule.departures() else ""
     lines: list[dict[str, Any]] = []
     work, started, num_masks = Counter[str](), time.monotonic(), int((template_N == rule.mask_id).sum())
@@ -72,12 +76,18 @@ def main(asked: Namespace) -> int:
     rate = f"{num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:,.1f} tokens/s"
     effort = ", ".join(f"{count:,} {what}" for what, count in work.items())
     log.info(f"{rule.order}{f', {steps} steps' if steps else ''}: {asked.num} samples, {rate}; {effort}")
+    if asked.json:  # before a judge reads them, who may fail
+        write_json(asked.json, _jsonl(lines))
     if asked.report or judge:
         lines.append({"report": quality.report(samples, tokenizer, judge) | {"judge": asked.judge}})
         print("--- report", *(f"{key:15} {value}" for key, value in lines[-1]["report"].items()), sep="\n")
-    if asked.json:
-        write_json(asked.json, "".join(json.dumps(line) + "\n" for line in lines))
+        if asked.json:
+            write_json(asked.json, _jsonl(lines))
     return 0
+
+
+def _jsonl(lines: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def _checked(asked: Namespace) -> tuple["Trained", Tensor, Judge | None]:
@@ -116,7 +126,8 @@ def _template(asked: Namespace, trained: "Trained") -> tuple[list[int], list[str
             asked.stride is not None and not 1 <= asked.stride < width,
         f"The text given holds the mask token {mask}. Use --infill, where {GAP} is a gap.": mask in (given or ""),
         f"--infill has no gap: write {GAP} for one, or use --prompt.": asked.infill is not None and not others,
-        f"The text given takes {len(row)} tokens with BOS and gaps; a sample has {length} (--length).":
+        f"The text given takes {len(row)} tokens with BOS and gaps; a sample has {length}. Shorten it, or raise "
+        "--length.":
             len(row) > length or (len(row) == length and not others),
     }  # fmt: skip
     return row + [mask_id] * (length - len(row)), [fault for fault, is_so in wrong.items() if is_so]

@@ -88,7 +88,7 @@ def flipped(path: Path) -> None:
         (["model.hidden_size=64"], ["hidden_size is 32 there, 64 here"]),
         (["model.num_heads=2", "model.time_conditioning=true"], ["num_heads is 4", "time_conditioning is False"]),
         (["tokenizer.name=text8"], ["vocabulary is 260 there, 35 here"]),
-        (["run.init_from=nowhere"], ["run.init_from=nowhere is no checkpoint, nor a run directory"]),
+        (["run.init_from=nowhere"], ["run.init_from=nowhere is no checkpoint of ours, nor a run directory"]),
         ([], ["rank-00000.safetensors does not have the sha256"]),
     ],
 )

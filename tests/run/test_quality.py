@@ -1,6 +1,8 @@
 """The figures of samples, against small cases done by hand; the judge's, against its own loss."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,8 @@ CONTEXT = 8
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> quality.Judge:
-    """A tiny GPT-2 of random weights over bytes, from a folder, as a user's would come."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 of random weights over bytes, as a user's would come."""
     folder = tmp_path_factory.mktemp("judge")
     vocabulary = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"])}
     theirs = Tokenizer(models.BPE(vocabulary, []))
@@ -30,6 +32,11 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> quality.Judge:
         vocab_size=len(vocabulary), n_positions=CONTEXT, n_embd=16, n_layer=1, n_head=2, initializer_range=1.0
     )
     GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path) -> quality.Judge:
     return quality.load_judge(str(folder))
 
 
@@ -75,3 +82,30 @@ def test_a_judge_that_is_none(tmp_path: Path) -> None:
         quality.ConfigError, match=r"cannot be loaded \(.*\)\. It must be a name on the Hugging Face hub"
     ):
         quality.load_judge(str(tmp_path))
+
+
+def test_a_judge_that_cannot_read(folder: Path, tmp_path: Path) -> None:
+    """Its tokenizer is not there, or is another model's."""
+    mute, other = tmp_path / "mute", tmp_path / "other"
+    shutil.copytree(folder, mute, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(quality.ConfigError, match="cannot be loaded"):
+        quality.load_judge(str(mute))
+    shutil.copytree(folder, other)
+    GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=16, n_layer=1, n_head=2)).save_pretrained(other)
+    with pytest.raises(quality.ConfigError, match="its tokenizer has 257 entries, the model 100"):
+        quality.load_judge(str(other))
+
+
+def test_code_of_a_judge_is_not_run(folder: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    shutil.copytree(folder, theirs)
+    (theirs / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (theirs / "config.json").write_text(
+        json.dumps(
+            json.loads((theirs / "config.json").read_text())
+            | {"model_type": "theirs", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+        )
+    )
+    with pytest.raises(quality.ConfigError, match="cannot be loaded"):
+        quality.load_judge(str(theirs))
+    assert not (tmp_path / "ran").exists()

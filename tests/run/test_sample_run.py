@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import ROOT
 from runs import arguments
@@ -132,7 +134,7 @@ def test_all_mistakes_at_once(trained: Callable[..., Path], tmp_path: Path, caps
         "file cannot be written",
         "--stride 32 must lie in 1 .. 31",
         "holds the mask token [MASK]",
-        "takes 47 tokens with BOS and gaps; a sample has 32",
+        "takes 47 tokens with BOS and gaps; a sample has 32. Shorten it, or raise --length.",
         f"--judge {tmp_path} cannot",
     ):
         assert fault in err
@@ -209,3 +211,46 @@ def test_the_report_is_of_the_samples(sampled: Callable[..., Lines], capsys: pyt
     assert found["distinct_1"] == len(tokens.unique()) / tokens.numel()
     assert found["judge"] is None
     assert f"entropy         {found['entropy']}" in capsys.readouterr().out
+
+
+def test_a_line_tells_what_it_was_drawn_from(sampled: Callable[..., Lines], trained: Callable[..., Path]) -> None:
+    line = sampled("--prompt", "the", "--temperature", "0.5", "--raw")[0]
+    told = {key: line[key] for key in line if key not in ("sample", "text", "ids", "departures")}
+    assert told == {
+        "checkpoint": str(checkpoint.newest(trained())), "weights": "raw", "seed": 0, "sampler": "ancestral",
+        "steps": 6, "temperature": 0.5, "top_p": 1.0, "prompt": "the", "infill": None,
+    }  # fmt: skip
+
+
+def test_weights_without_numbers_end_in_a_line(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is whole; the network is not."""
+    newest = checkpoint.newest(trained())
+    assert newest is not None
+    shutil.copytree(newest, tmp_path / newest.name)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    box = manifest["tensors"]["ema/head.bias"]["boxes"][0]
+    file = tmp_path / newest.name / box["file"]
+    data = safetensors.torch.load_file(file)
+    data[box["entry"]].fill_(torch.nan)
+    safetensors.torch.save_file(data, file)
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": checkpoint.sha256(file)}
+    (tmp_path / newest.name / "manifest.json").write_text(json.dumps(manifest))
+    assert sample.main(["--checkpoint", str(tmp_path / newest.name), "--json", str(tmp_path / "samples.jsonl")]) == 1
+    assert "TrainingError: The network gives no numbers (NaN)" in capsys.readouterr().err
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_an_interrupt_is_one_line(trained: Callable[..., Path], tmp_path: Path) -> None:
+    command = [sys.executable, "mdlm_scale/sample.py", "--checkpoint", str(trained()), "--num", "100000"]
+    command += ["--batch", "1", "--json", str(tmp_path / "samples.jsonl")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline().startswith("--- sample 0")
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert err.endswith("interrupted: a --json file is written when all samples are there\n")
+    assert "Traceback" not in err
+    assert not (tmp_path / "samples.jsonl").exists()

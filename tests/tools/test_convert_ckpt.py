@@ -291,6 +291,19 @@ def test_a_flipped_byte(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixt
     assert "weights.safetensors does not have the sha256 of the manifest" in refused(capfd, native, tmp_path / "out")
 
 
+@pytest.mark.parametrize("to", ["hf", "mdlm"])
+def test_a_flipped_byte_of_an_export(to: str, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Unless the sums are gone too, as when somebody trained on and saved it."""
+    export = convert(trained, tmp_path / "export", to)
+    assert subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=export, timeout=60).returncode == 0
+    data = bytearray((export / "model.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (export / "model.safetensors").write_bytes(data)
+    assert "does not have the sha256 that SHA256SUMS tells" in refused(capfd, export, tmp_path / "out")
+    (export / "SHA256SUMS").unlink()
+    convert(export, tmp_path / "out", "native")
+
+
 def test_a_manifest_that_is_none(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     native = convert(trained, tmp_path / "native", "native")
     manifest = json.loads((native / "manifest.json").read_text())
@@ -368,7 +381,7 @@ def test_targets_that_are_in_the_way(trained: Path, tmp_path: Path, capfd: pytes
     convert(trained, target, "native")
     assert "exists. Choose another folder, or --force" in refused(capfd, trained, target)
     convert(trained, target, "mdlm", "--force")
-    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in target.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors"]
     mine.mkdir()
     (mine / "thesis.txt").write_text("dear to me")
     assert "--force does not replace it" in refused(capfd, trained, mine, "--force")
@@ -379,7 +392,7 @@ def test_targets_that_are_in_the_way(trained: Path, tmp_path: Path, capfd: pytes
     assert "is SRC, or one holds the other" in refused(capfd, trained, trained.parent, "--force")
     assert "is SRC, or one holds the other" in refused(capfd, target, target / "inside")
     assert convert_ckpt.main([str(trained), str(mine / "thesis.txt" / "out"), "--to", "hf"]) == 2
-    assert "could not be written" in capfd.readouterr().err
+    assert f"cannot be made: {mine / 'thesis.txt'}: Not a directory" in capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
 
 

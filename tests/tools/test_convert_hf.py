@@ -123,6 +123,7 @@ def test_the_folder_tells_its_story(alone: tuple[Path, dict[str, Any]]) -> None:
     assert "global_batch_size: 8" in card
     assert told["time_conditioning"] is True
     assert (told["mask_token_id"], told["bos_token_id"], told["eos_token_id"]) == (259, 256, 257)
+    assert "None" not in card
 
 
 def test_the_example_runs(alone: tuple[Path, dict[str, Any]]) -> None:
@@ -140,6 +141,10 @@ def test_the_example_runs(alone: tuple[Path, dict[str, Any]]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "--- sample 0\n[BOS]the fox" in done.stdout
+    done = subprocess.run([*command, "--length", "3"], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "error: input_ids of shape (1, 8) must be (B, P) with P <= length=3." in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_data_that_was_prepared_is_told(shards: Path, train_run: Train, tmp_path: Path) -> None:
@@ -298,6 +303,13 @@ def test_holes_are_filled_and_the_rest_stays() -> None:
 def test_samplers_that_cannot_be(asked: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         tiny(4, 2).generate(**asked)
+
+
+def test_a_network_without_numbers_says_so() -> None:
+    model = tiny(5, 4)
+    model.backbone.output_layer.linear.bias.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="gives no numbers"):
+        model.generate(num_samples=1)
 
 
 def test_time_conditioning_needs_the_time() -> None:

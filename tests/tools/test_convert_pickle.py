@@ -213,3 +213,13 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match=r"no complete file of torch\.save"):
         convert_pickle.read(tmp_path / "w.pt")
+
+
+def test_a_flipped_byte(tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"a": torch.arange(1000.0)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.find(torch.arange(1000.0).numpy().tobytes()) + 2000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="its entry w/data/0 is damaged"):
+        convert_pickle.read(path)
