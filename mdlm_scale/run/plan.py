@@ -8,14 +8,13 @@ import json
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from mdlm_scale import config as config_module
 from mdlm_scale import layout as layout_module
 from mdlm_scale.config import Config, Device, EngineName, ModelConfig, ParallelConfig, Recompute
 from mdlm_scale.data import tokenizer
-from mdlm_scale.errors import ConfigError, raise_if_any
+from mdlm_scale.errors import raise_if_any
 from mdlm_scale.layout import Layout
 from mdlm_scale.model.sizes import sizes
 from mdlm_scale.parallel import memory, trace, traffic
@@ -26,6 +25,7 @@ from mdlm_scale.run import build
 from mdlm_scale.run import machine as machine_module
 from mdlm_scale.run.machine import Machine
 from mdlm_scale.run.main import faults
+from mdlm_scale.run.metrics import json_faults, write_json
 
 SHOWN = 10  # layouts of a search
 
@@ -68,12 +68,11 @@ def main(args: Namespace) -> int:
     """`python -m mdlm_scale.plan`: the exit code."""
     machine = machine_module.load(args.gpu)
     config = config_module.load(args.config, args.overrides)
+    raise_if_any(json_faults(args.json))
     config = build.with_engine(replace(config, train=replace(config.train, device=Device.auto)), args.gpus)
     if not args.search:
         raise_if_any([*faults(config, World(size=args.gpus)), *_not_planned(config)])
     vocab_size = config.tokenizer.vocab_size or tokenizer.load(config.tokenizer).vocab_size
-    if args.json:
-        _check_writable(Path(args.json))
     if args.search:
         fitting, refused = search(config, machine, args.gpus, vocab_size)
         _print_search(fitting, refused, _settings(config))
@@ -85,7 +84,7 @@ def main(args: Namespace) -> int:
         result = asdict(made)
         said = _misfit(made, config, machine, args, vocab_size) if made.missing_bytes else ""
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.json, json.dumps(result, indent=1) + "\n")
     raise_if_any([said] if said else [])
     return 0
 
@@ -260,14 +259,6 @@ def _misfit(made: Plan, config: Config, machine: Machine, args: Namespace, vocab
     return "\n  ".join([f"{said} These fit, the fastest first:", *typed])
 
 
-def _check_writable(path: Path) -> None:
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error}.") from error
-
-
 def _typed(settings: dict[str, Any], given: dict[str, Any]) -> str:
     """What to type for these settings, where others are given."""
     changed = [f"{key}={str(value).lower()}" for key, value in settings.items() if given.get(key) != value]
@@ -299,8 +290,10 @@ def _print_plan(made: Plan, config: Config, args: Namespace) -> None:
         numbers = f"{each.ranks:6}{each.link:>9}{times:>12}{each.bytes / 1e9:10.2f}{each.seconds:10.3f}"
         print(f"  {each.group + ' ' + each.kind:22}{numbers}")
     parts = ", ".join(f"{_TOLD[name]} {seconds:.3g}" for name, seconds in made.seconds.items() if seconds)
+    behind = sum(each.seconds for each in made.exchanges if each.group != "tp") - made.seconds["data parallelism"]
+    hidden = f"\n     behind these run {behind:.3g} of exchanges" if behind > 0.0005 * made.step_seconds else ""
     print(
-        f"\nstep {made.step_seconds:.3g} s: {parts}\n"
+        f"\nstep {made.step_seconds:.3g} s: {parts}{hidden}\n"
         f"     MFU {made.mfu:.1%}, {made.tokens_per_second:,.0f} tokens/s\n"
         f"run  {made.days:.3g} days, {made.gpu_hours:,.0f} GPU-hours; evaluations and saves come on top"
     )
