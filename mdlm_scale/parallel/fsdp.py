@@ -1,8 +1,8 @@
 """PyTorch's fully sharded data parallelism (FSDP2), its only door: every rank holds a part of each parameter's rows.
 
 A block's weights are gathered for its forward and its backward pass, and its gradients reduced to shards after every
-micro-batch. With replicas (HSDP) the ranks of a replica shard it, and gradients are summed over the replicas too. The
-shards are the masters, at least float32; in half precision the gathered weights are rounded, gradients reduced in
+micro-batch. With replicas (HSDP) a replica's ranks shard it, and gradients are summed over the replicas once a step.
+The shards are the masters, at least float32; in half precision the gathered weights are rounded, gradients reduced in
 float32.
 """
 
@@ -54,7 +54,9 @@ class FsdpEngine(Masters):
 
     def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
         nlls = []
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
+            for module in self._sharded():
+                module.set_requires_all_reduce(number == len(batches))
             loss_sum, nll_M = self.model(batch.to(self.device))
             (loss_sum / denominator).backward()
             nlls.append(nll_M)

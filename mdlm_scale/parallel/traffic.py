@@ -120,7 +120,7 @@ def _data_parallel(work: Work) -> list[tuple[Key, Traffic]]:
             ("dp", "all-gather"): Traffic(units, dealt * work.weight_bytes) * passes * micro,
             ("dp", "reduce-scatter"): Traffic(units, dealt * work.wide_bytes) * micro,
         }
-        replicated = {("replicas", "all-reduce"): Traffic(units, dealt // shards * work.wide_bytes) * micro}
+        replicated = {("replicas", "all-reduce"): Traffic(units, dealt // shards * work.wide_bytes)}
         return [*(sharded.items() if shards > 1 else ()), *(replicated.items() if parallel.replicate_size > 1 else ())]
     whole = sum(map(math.prod, shapes))
     gradients, weights = Traffic(None, whole * work.wide_bytes), Traffic(None, whole * work.weight_bytes)

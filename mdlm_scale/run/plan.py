@@ -182,11 +182,12 @@ def _seconds(
     parallel = config.parallel
     once = machine.seconds(passes.operations, config.train.precision, parallel.compile)
     found = {kind: each * num_micro for kind, each in once.items()}
-    inside = sum(each.seconds for each in exchanges if each.group == "tp")
-    between = sum(each.seconds for each in exchanges if each.group != "tp")
+    taken = {name: sum(each.seconds for each in exchanges if each.group == name) for name in ("tp", "dp", "replicas")}
+    found["tensor parallelism"] = taken["tp"]
     overlaps = parallel.engine is EngineName.fsdp or parallel.zero_stage == 3
-    found["tensor parallelism"] = inside
-    found["data parallelism"] = max(0.0, between - machine.hidden * sum(found.values()) * overlaps)
+    hidden, each_micro = machine.hidden * sum(found.values()) / num_micro * overlaps, taken["dp"] / num_micro
+    waits = [max(0.0, each_micro - hidden)] * (num_micro - 1)  # replicas exchange in the last micro-batch alone
+    found["data parallelism"] = sum(waits) + max(0.0, each_micro + taken["replicas"] - hidden)
     found["update"] = machine.update_seconds(num_updated)
     return found
 

@@ -128,6 +128,13 @@ def _stale_in_zero_3(groups: Groups) -> None:
     DeepSpeedEngine.empty_partition_cache = lambda self: None
 
 
+def _replicas_of_the_last(groups: Groups) -> None:
+    """Of the micro-batches before the last, replicas keep what is their own."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    FSDPParamGroup._partial_reduce_output = property(lambda self: None, lambda self, value: None)
+
+
 def _tp_norm_twice_in_fsdp(groups: Groups) -> None:
     from mdlm_scale.parallel.cut import Cut
 
@@ -228,6 +235,7 @@ BUGS: dict[str, tuple[Bug, Trial]] = {
     "norm of one rank's shard": (_norm_of_one_shard, fsdp(2)),
     "stale weights after an evaluation (FSDP2)": (_stale_in_fsdp, fsdp(2, reshard_after_forward=False)),
     "stale weights after an evaluation (ZeRO 3)": (_stale_in_zero_3, zero(3, 2, WHOLE)),
+    "earlier micro-batches not summed over replicas": (_replicas_of_the_last, fsdp(4, 1, replicate_size=2)),
     "tensor-parallel norm counted twice (FSDP2)": (_tp_norm_twice_in_fsdp, fsdp(2, **TP2)),
     "tensor-parallel norm counted twice (ZeRO 1)": (_tp_norm_twice_in_zero, zero(1, 2, **TP2)),
     "tensor-parallel norm counted twice (ZeRO 3)": (_tp_norm_twice_in_zero, zero(3, 2, **TP2)),

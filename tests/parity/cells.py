@@ -74,7 +74,7 @@ CELLS = [
     Cell("accumulation, 8 micro-batches", plain(1)),
     Cell("FSDP2 dp 2", fsdp(2)),
     Cell("FSDP2 dp 4", fsdp(4, 1), slow=True),
-    Cell("HSDP 2 x 2", fsdp(4, replicate_size=2)),
+    Cell("HSDP 2 x 2", fsdp(4, 1, replicate_size=2)),
     Cell("ZeRO 0 dp 2", zero(0, 2)),
     Cell("ZeRO 1 dp 2", zero(1, 2)),
     Cell("ZeRO 2 dp 2", zero(2, 2), slow=True),

@@ -18,7 +18,7 @@ from mdlm_scale.parallel.trace import Operation
 from mdlm_scale.parallel.traffic import Traffic
 from mdlm_scale.run import machine as machine_module
 from mdlm_scale.run.machine import Machine
-from mdlm_scale.run.plan import plan
+from mdlm_scale.run.plan import Plan, plan
 
 LARGE = str(ROOT / "configs" / "8b.yaml")
 Ask = Callable[..., tuple[int, str, str]]
@@ -190,6 +190,21 @@ def test_exchanges_hide_behind_the_passes_where_the_engine_lets_them() -> None:
 
     assert waits(3, 1e-9) > waits(3, 0.5)
     assert waits(1, 1e-9) == waits(1, 0.5) > 0
+
+
+def test_replicas_exchange_behind_the_last_micro_batch_alone() -> None:
+    """So what they take and it does not is waited for, however many micro-batches there are."""
+    config = config_module.load(LARGE, ["parallel.replicate_size=8"])
+    slow = replace(MACHINE, memory_gb=1000.0, network_gbps=0.1, node_gbps=1e6, exchange_us=1e-6, hidden=0.5)
+
+    def planned(num_micro: int) -> Plan:
+        return plan(replace(config, batch=replace(config.batch, global_batch_size=64 * num_micro)), slow, 64, 50258)
+
+    one, four = planned(1), planned(4)
+    (replicas,) = (each.seconds for each in four.exchanges if each.group == "replicas")
+    assert replicas == next(each.seconds for each in one.exchanges if each.group == "replicas")
+    assert one.seconds["data parallelism"] > 0.1 * replicas
+    assert four.seconds["data parallelism"] == pytest.approx(one.seconds["data parallelism"], rel=1e-3)
 
 
 def test_help_comes_at_once(capsys: pytest.CaptureFixture[str]) -> None:
