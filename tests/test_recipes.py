@@ -83,7 +83,12 @@ def layouts(recipe: str) -> list[Laid]:
 
 def built(recipe: str) -> list[Laid]:
     """Those of the header, and one whose matrices are shared by the GPUs of a node."""
-    shared = ["parallel.engine=fsdp", "parallel.tp_size=8", "parallel.sequence_parallel=true"]
+    shared = [
+        "parallel.engine=fsdp",
+        "parallel.tp_size=8",
+        "parallel.sequence_parallel=true",
+        "batch.micro_batch_size=1",
+    ]
     return [*layouts(recipe), Laid(512, 64, "", config_module.load(ROOT / "configs" / f"{recipe}.yaml", shared))]
 
 
