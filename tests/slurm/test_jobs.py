@@ -111,7 +111,7 @@ def test_preemption(train: Submit, uninterrupted: Path) -> None:
     other = submit(["--wrap", "sleep 2"], ["-p", "high", "-N", "3", "--exclusive", "--output=/dev/null"])
     text = job.ended("COMPLETED")
     assert "saved" in text
-    assert "after SIGTERM" in text
+    assert re.search(r"after SIG(TERM|USR1)", text)
     assert "JobState=COMPLETED" in said("scontrol", "show", "job", other)
     assert_as_uninterrupted(job, uninterrupted)
 
@@ -202,7 +202,8 @@ def test_scancel_is_final(train: Submit) -> None:
     job.at_step(20)
     said("scancel", job.number)
     text = job.ended("CANCELLED", 60.0)
-    assert re.search(r"stopped at step \d+ of 100000, saved \d+\.\d s after SIGTERM", text)
+    # Slurm's TERM to every rank, or what the script makes of its own: the ranks hear of both
+    assert re.search(r"stopped at step \d+ of 100000, saved \d+\.\d s after SIG(TERM|USR1)", text)
     wait_for("the script's last word", lambda: "Slurm ends this job" in job.log.read_text(), 30.0)
     assert job.field("JobState") == "CANCELLED"
 
