@@ -3,7 +3,8 @@
 # --- for your cluster: edit here, and account, partition, GPUs and time in the scripts' #SBATCH lines --------------
 # module load cuda/12.4
 python=${PYTHON:-.venv/bin/python}
-max_fruitless=3 # starts in a row at the same checkpoint; then the job ends as failed
+max_crashes=3 # at the same checkpoint; then the job ends as failed
+max_starts=20 # from the same checkpoint, whatever ended them
 # -------------------------------------------------------------------------------------------------------------------
 
 say() { printf '%s slurm: %s\n' "$(date '+%F %T')" "$*"; }
@@ -18,16 +19,11 @@ train() {
   check $((nodes * tasks)) "$tasks"
   dir=$(sed -n 's/^# writes to: //p' <<< "$plan")
   num_steps=$(sed -n 's/^  num_steps: //p' <<< "$plan")
-  starts=slurm-$SLURM_JOB_NAME-$SLURM_JOB_ID.starts # the checkpoint at each start of this job
+  starts=slurm-${SLURM_JOB_NAME//\//-}-$SLURM_JOB_ID.starts # the checkpoint at each start of this job
   newest=$(newest_step)
-  echo "$newest" >> "$starts"
   announce "$nodes x $tasks ranks" "-m mdlm_scale.train --config $config ${overrides[*]}" \
     "$dir, from $newest of $num_steps steps" "it saves first; the same sbatch command goes on from there"
-  if [ "$(tail -n $((max_fruitless + 1)) "$starts" | grep -cx "$newest")" -gt "$max_fruitless" ]; then
-    say "gives up: $max_fruitless starts from $newest brought no new checkpoint. See above why; then sbatch again." >&2
-    rm "$starts"
-    exit 1
-  fi
+  note_start
   local ours=(-m mdlm_scale.train --config "$config" "${overrides[@]}")
   if [ -n "$torchrun" ]; then
     export -f torchrun_node
@@ -35,13 +31,31 @@ train() {
   else
     on_every_node "$tasks" "$python" "${ours[@]}"
   fi
+  if [ "$code" = 2 ]; then
+    rm "$starts"
+    fail "not started again: that would end in the same way (see above). Mend what is wrong, then sbatch again."
+  fi
   if finished; then
     rm "$starts"
     say "done: $(newest_step) in $dir"
     exit 0
   fi
-  [ "$code" != 2 ] || fail "not started again: the settings are wrong (see above). Mend them and sbatch again."
+  case $code in 85 | 143) ;; *) echo "$newest crashed" >> "$starts" ;; esac # else it was stopped
   requeue "srun ended with $code at $(newest_step) of $num_steps"
+}
+
+# Give up if too many starts from the same checkpoint brought nothing.
+note_start() {
+  echo "$newest" >> "$starts" ||
+    fail "cannot write $PWD/$starts, without which a job that crashes would start for ever: make room there"
+  local begun crashed
+  begun=$(grep -cx "$newest" "$starts") crashed=$(grep -cx "$newest crashed" "$starts")
+  if [ "$crashed" -ge "$max_crashes" ] || [ "$begun" -gt "$max_starts" ]; then
+    rm "$starts"
+    say "gives up: $((begun - 1)) starts from $newest brought no new checkpoint, $crashed of them crashed. See above why;" \
+      "then sbatch again." >&2
+    exit 1
+  fi
 }
 
 # evaluate OPTIONS...: mdlm_scale.evaluate with these on every GPU of the job. Interrupted it starts anew.
@@ -76,6 +90,7 @@ parse() {
 }
 
 needs_python() {
+  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || fail "the tasks of a job array would all do the same: submit without --array"
   command -v "$python" > /dev/null || fail "there is no $python here ($PWD): install first, bash tools/install.sh"
 }
 
@@ -85,16 +100,18 @@ prepare() {
   needs_python
   listen TERM
   announce "one task" "tools/prepare_data.py $*" "$(value_of --output "$@")" "nothing is left of it"
-  supervise srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" "$python" tools/prepare_data.py "$@"
+  supervise srun --export=ALL --nodes=1 --ntasks=1 --cpus-per-task="$(num_cpus)" "$python" tools/prepare_data.py "$@"
   end_or_start_anew
 }
 
 # announce RANKS ARGUMENTS WRITES STOPPED: what this job is, and how it is watched and stopped.
 announce() {
-  say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $1 on $SLURM_JOB_NODELIST
+  local output
+  output=$(known | sed -n 's/^ *StdOut=//p')
+  say "job $SLURM_JOB_ID, start $((${restarts:-0} + 1)), $1 on $SLURM_JOB_NODELIST
   runs    $python $2
   writes  $3
-  watch   tail -f $(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
+  watch   ${output:+tail -f }${output:-here}
   stop    scancel $SLURM_JOB_ID      ($4)"
 }
 
@@ -111,7 +128,7 @@ value_of() {
 }
 
 end_or_start_anew() {
-  case $code in 130 | 137 | 143) requeue "interrupted" ;; esac
+  case $code in 130 | 143) requeue "interrupted" ;; esac # not 137: memory that is too small stays so
   exit "$code"
 }
 
@@ -126,7 +143,13 @@ submit() {
   local tasks count
   tasks=$(option gpus-per-node)
   count=$(option nodes N)
-  for nodes in ${count//-/ }; do check $((nodes * ${tasks##*:})) "${tasks##*:}"; done
+  case " ${for_sbatch[*]}" in
+    *" --gres"* | *" -G"* | *" --gpus="* | *" --gpus "*)
+      fail "this check knows --gpus-per-node alone, not --gres, --gpus and -G: use it, or submit with sbatch itself" ;;
+  esac
+  [[ $count =~ ^[0-9]+(-[0-9]+)?$ ]] ||
+    fail "--nodes=$count: this check knows N and N-M alone: use these, or submit with sbatch itself"
+  for nodes in $(seq "${count%-*}" "${count#*-}"); do check $((nodes * ${tasks##*:})) "${tasks##*:}"; done
   say "fits: $count nodes x $tasks GPUs, writes to $(sed -n 's/^# writes to: //p' <<< "$plan")"
   command -v sbatch > /dev/null || fail "there is no sbatch here: checked, not submitted"
   exec sbatch "${for_sbatch[@]}" "$0" --config "$config" ${torchrun:+--torchrun} "${overrides[@]}"
@@ -147,22 +170,28 @@ option() {
   echo "${value:-1}"
 }
 
-# One rank for each GPU; where a job has none, as many as it asked for.
+# One rank for each GPU; where a job has none, as many as it asked for. salloc tells only what it was asked for.
 count_ranks() {
-  nodes=$SLURM_JOB_NUM_NODES tasks=${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}
+  local gpus=${SLURM_GPUS_PER_NODE:-}
+  gpus=${SLURM_GPUS_ON_NODE:-${gpus##*:}}
+  nodes=$SLURM_JOB_NUM_NODES tasks=${gpus:-${SLURM_NTASKS_PER_NODE:-1}}
 }
+
+# Cores of this node.
+num_cpus() { echo "${SLURM_CPUS_ON_NODE:-${SLURM_JOB_CPUS_PER_NODE%%[(,]*}}"; }
 
 # on_every_node TASKS COMMAND...: start so many of it on each node, sharing its cores, and tell them where rank 0 is.
 on_every_node() {
-  local each=$1 cpus=$((SLURM_CPUS_ON_NODE / $1))
+  local each=$1 cpus=$(($(num_cpus) / $1))
   shift
   export MASTER_ADDR MASTER_PORT
   MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # the node of this script, and of rank 0
   MASTER_PORT=$(free_port)
   unset SLURM_CPUS_PER_GPU # it contradicts what srun is told here
+  unset "${!SLURM_CPU_BIND@}" # of the job, if any, from inside of which this one was submitted
   # ranks end each other; srun only helps if one does not, which it sees half a minute after the first has gone
-  supervise srun --nodes="$nodes" --ntasks-per-node="$each" --cpus-per-task="$((cpus ? cpus : 1))" \
-    --kill-on-bad-exit=0 --wait=30 "$@"
+  supervise srun --export=ALL --nodes="$nodes" --ntasks="$((nodes * each))" --ntasks-per-node="$each" \
+    --distribution=block --cpus-per-task="$((cpus ? cpus : 1))" --kill-on-bad-exit=0 --wait=30 "$@"
 }
 
 # listen SIGNAL: from now on what asks this job to stop is passed on to the child as SIGNAL, and time is counted.
@@ -171,7 +200,12 @@ listen() {
   passed_on=$1
   trap 'heard TERM' TERM
   trap 'heard USR1' USR1
+  restarts=$(known | field Restarts) # not SLURM_RESTART_COUNT, which may be another job's
 }
+
+# What the controller knows of this job; nothing if it is away.
+known() { scontrol show job "$SLURM_JOB_ID" 2> /dev/null; }
+field() { sed -n "s/.*\b$1=\([^ ]*\).*/\1/p"; }
 
 heard() {
   [ -n "$asked" ] || say "$1: stopping"
@@ -194,17 +228,29 @@ supervise() {
 
 # requeue WHY: start this job again, unless Slurm is ending it already: by scancel, or to start it again by itself.
 requeue() {
-  local state=""
+  local now="" state="" count="" reason=""
   say "$1${asked:+, $((SECONDS - asked)) s after the signal}"
   for _ in $(seq 60); do # the controller may be away for minutes
-    state=$(squeue -h -j "$SLURM_JOB_ID" -o %T 2> /dev/null)
-    if [ "$state" = COMPLETING ]; then
+    now=$(known)
+    state=$(field JobState <<< "$now") count=$(field Restarts <<< "$now") reason=$(field Reason <<< "$now")
+    if [ "$(field BatchFlag <<< "$now")" = 0 ]; then
+      say "no batch job, so it is not started again; the same command goes on"
+      exit 85
+    fi
+    if [ "${count:-$restarts}" != "$restarts" ]; then # this node was cut off, and is back
+      say "Slurm has started this job again already"
+      exit 85
+    fi
+    if [ "$state" = COMPLETING ] && [ "$reason" != TimeLimit ]; then
       say "Slurm ends this job, and starts it again unless that was by scancel"
       exit 85
     fi
-    if [ "$state" = RUNNING ]; then
-      say "to be started again"
-      scontrol requeue "$SLURM_JOB_ID" && exit 85
+    if [ "$state" = COMPLETING ]; then # it would not start it again
+      [ -n "${starts:-}" ] || fail "not started again: it needs more time than its limit, sbatch --time=..."
+      [ "$code" != 143 ] || echo "$newest crashed" >> "$starts" # with nothing saved: not for ever
+    fi
+    if [ "$state" = RUNNING ] || [ "$state" = COMPLETING ]; then
+      if scontrol requeue "$SLURM_JOB_ID"; then say "to be started again"; exit 85; fi
     fi
     sleep 5
   done

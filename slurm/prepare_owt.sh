@@ -13,6 +13,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 cd "${SLURM_SUBMIT_DIR:-.}" && [ -f slurm/common.sh ] ||
-  { echo "submitted from $PWD, which is not the repository of mdlm_scale: cd there, then sbatch slurm/..." >&2; exit 2; }
+  { echo "submitted from ${SLURM_SUBMIT_DIR:-$PWD}, which is not the repository of mdlm_scale, or not seen on $HOSTNAME:" \
+    "cd there, then sbatch slurm/..." >&2; exit 2; }
 source slurm/common.sh
 prepare --recipe openwebtext --output data/openwebtext --workers "${SLURM_CPUS_PER_TASK:-$(nproc)}" "$@"

@@ -54,6 +54,12 @@ class World:
                 return int(told)
         return self.size
 
+    @property
+    def gpus_of_slurm(self) -> int:
+        """That a job has on this machine; 0 outside of one."""
+        told = os.environ.get("SLURM_GPUS_ON_NODE", "")
+        return int(told) if told.isdecimal() else 0
+
 
 def world(environment: Mapping[str, str] = os.environ) -> World:
     """This process among those that a launcher started; one process if none did."""

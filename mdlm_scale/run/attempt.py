@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mdlm_scale.errors import ConfigError, TrainingError
+from mdlm_scale.errors import CheckpointError, ConfigError
 from mdlm_scale.parallel.groups import Groups
 
 SHARED_SECONDS = 60.0  # for a network file system to show what another machine wrote
@@ -54,7 +54,7 @@ class Attempt:
             )
 
     def check(self) -> None:
-        """A TrainingError if another attempt has begun since."""
+        """A CheckpointError if another attempt has begun since: no failure, and no reason to start again."""
         newest = max(_numbers(self.run / "attempts"), default=0)
         if newest > self.number:
             try:
@@ -62,7 +62,7 @@ class Attempt:
                 who = f", process {by['pid']} on {by['host']} since {by['time']}"
             except (OSError, ValueError, KeyError):
                 who = ""
-            raise TrainingError(
+            raise CheckpointError(
                 f"Attempt {self.number} at the run in {self.run} was replaced by attempt {newest}{who}. It ends here; "
                 f"what it did after its last checkpoint does not count."
             )

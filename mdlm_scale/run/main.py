@@ -56,13 +56,13 @@ def main(config_path: str, overrides: list[str], check_only: bool, num_ranks: in
         groups.agree("The ranks differ", _identity(config))
         data = _read_data(config)
         _check_init_from(config, data, groups)
+        newest = _resume_point(config)
+        notes = [] if newest is None else _compare_data(newest, data)
         if check_only:
             if ranks.rank == 0:
                 _print_plan(config, data, planned)
             return 0
-        newest = _resume_point(config)
         groups.agree("The ranks see other files", data.fingerprints() | {"resume from": str(newest)})
-        notes = [] if newest is None else _compare_data(newest, data)
         if newest is not None and (Path(config.run.dir) / "done").exists():
             step = checkpoint.read_manifest(newest)["state"]["step"]
             if step >= config.train.num_steps:
@@ -75,8 +75,14 @@ def faults(config: Config, ranks: World) -> list[str]:
     """Everything wrong with a configuration that can be told without reading data."""
     found = outside("train", config.train, ["num_steps"]) + outside("logging", config.logging, ["every"])
     found += outside("run", config.run, ["seed"], lambda n: 0 <= n < 2**64, "lie in 0 .. 2^64 - 1")
-    if config.train.device == Device.cuda and not torch.cuda.is_available():
-        found.append("train.device=cuda, but PyTorch sees no GPU here. Use train.device=auto or cpu.")
+    if not torch.cuda.is_available():
+        if config.train.device == Device.cuda:
+            found.append("train.device=cuda, but PyTorch sees no GPU here. Use train.device=auto or cpu.")
+        if config.train.device == Device.auto and ranks.gpus_of_slurm:
+            found.append(
+                f"Slurm gave this job {ranks.gpus_of_slurm} GPUs a node, but PyTorch {torch.__version__} sees none. "
+                f"See whether nvidia-smi does, and install a PyTorch that is built for them; or use train.device=cpu."
+            )
     found += source_module.faults(config.data)
     found += dit.faults(config.model)
     found += schedule.faults(config.diffusion, config.model.time_conditioning)

@@ -69,7 +69,7 @@ def main(args: Namespace) -> int:
     machine = machine_module.load(args.gpu)
     config = config_module.load(args.config, args.overrides)
     raise_if_any(json_faults(args.json))
-    config = build.with_engine(replace(config, train=replace(config.train, device=Device.auto)), args.gpus)
+    config = build.with_engine(replace(config, train=replace(config.train, device=Device.cpu)), args.gpus)
     if not args.search:
         raise_if_any([*faults(config, World(size=args.gpus)), *_not_planned(config)])
     vocab_size = config.tokenizer.vocab_size or tokenizer.load(config.tokenizer).vocab_size

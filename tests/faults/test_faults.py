@@ -151,7 +151,7 @@ def test_second_run_in_one_directory(by_hand: ByHand, tmp_path: Path, corpus: Pa
     by_hand.begin(2, given)
     new, by_hand.processes = by_hand.processes, old
     first, second = by_hand.ended(60.0)
-    assert {first.code, second.code} == {1}
+    assert {first.code, second.code} == {2}
     assert "Attempt 1 at the run in" in first.err + second.err
     assert "was replaced by attempt 2" in first.err + second.err
     by_hand.processes = new

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import DEBUG, ROOT, Train
 
 from mdlm_scale import sample, train
@@ -60,6 +61,17 @@ def test_faults_of_layout_and_engine_at_once(train_run: Train, capsys: pytest.Ca
     assert all(text in message for text in ("2 faults", "zero_stage=5 must be", "global_batch_size=10 is not"))
 
 
+@pytest.mark.parametrize(("device", "code"), [("auto", 2), ("cpu", 0)])
+def test_gpus_of_a_job_that_pytorch_does_not_see(
+    device: str, code: int, train_run: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weeks on the CPU of a GPU node are not what was asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert train_run("--check", f"train.device={device}") == code
+    assert ("Slurm gave this job 8 GPUs a node, but PyTorch" in capsys.readouterr().err) == (code == 2)
+
+
 def test_missing_config_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--config", "configs/nothing.yaml"]) == 2
     assert "There is no config file 'configs/nothing.yaml'" in capsys.readouterr().err
@@ -82,8 +94,9 @@ def test_resume_with_another_meaning(
 ) -> None:
     assert train_run("train.num_steps=3") == 0
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    assert train_run(change) == 2
-    assert f"Differing: {change.split('=')[0]}:" in capsys.readouterr().err
+    for more in ([], ["--check"]):
+        assert train_run(change, *more) == 2
+        assert f"Differing: {change.split('=')[0]}:" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 

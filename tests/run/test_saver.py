@@ -17,7 +17,7 @@ from runs import rows, tensors
 from safetensors.torch import load_file
 
 from mdlm_scale.config import CheckpointConfig, Precision
-from mdlm_scale.errors import CheckpointError, TrainingError
+from mdlm_scale.errors import CheckpointError
 from mdlm_scale.parallel.groups import Groups
 from mdlm_scale.run import checkpoint
 from mdlm_scale.run.attempt import Attempt
@@ -76,7 +76,7 @@ def test_a_replaced_attempt_shows_nothing(tmp_path: Path) -> None:
     old.finish()
     new, *_ = make_saver(Groups(), plain(), tmp_path)
     old.save(State(2, 2))
-    with pytest.raises(TrainingError, match=r"Attempt 1 .* was replaced by attempt 2, process"):
+    with pytest.raises(CheckpointError, match=r"Attempt 1 .* was replaced by attempt 2, process"):
         old.finish()
     old.close()
     new.save(State(3, 3))

@@ -21,7 +21,7 @@ model: {{hidden_size: 32, num_layers: 2, num_heads: 4, cond_size: 32}}
 batch: {{global_batch_size: 8, micro_batch_size: 2}}
 optimizer: {{lr: 1.0e-3, warmup_steps: 10}}
 parallel: {{engine: fsdp, timeout_minutes: 1, start_minutes: 2}}
-train: {{num_steps: 120, precision: float64}}
+train: {{num_steps: 120, precision: float64, device: cpu}}
 evaluate: {{every: 1000, rows: 32}}
 checkpoint: {{every: 30, keep_every: 60}}
 logging: {{every: 1}}
@@ -73,15 +73,15 @@ def submit(script: list[str], options: list[str]) -> str:
     return asked.stdout.strip()
 
 
-def rank_pids(cluster: Lab, node: str) -> list[int]:
-    """The training processes on a node."""
+def rank_pids(cluster: Lab, node: str, program: bytes) -> list[int]:
+    """The processes of a program on a node."""
     found = []
     for pid in cluster.pids(node):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"mdlm_scale.train" in words and words[0].endswith(b"python"):
+        if program in words and words[0].endswith(b"python"):
             found.append(pid)
     return found
 
 
-def kill_rank(cluster: Lab, node: str) -> None:
-    os.kill(rank_pids(cluster, node)[-1], signal.SIGKILL)
+def kill_rank(cluster: Lab, node: str, program: bytes = b"mdlm_scale.train") -> None:
+    os.kill(rank_pids(cluster, node, program)[-1], signal.SIGKILL)

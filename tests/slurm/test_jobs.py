@@ -149,16 +149,24 @@ def test_rank_killed(cluster: Lab, train: Submit, uninterrupted: Path) -> None:
     assert_as_uninterrupted(job, uninterrupted)
 
 
-def test_link_cut(cluster: Lab, train: Submit, uninterrupted: Path) -> None:
-    """The ranks behind it live on until it is mended; what replaced them goes on meanwhile."""
-    job = train()
+@pytest.mark.parametrize("node", ["n1", "n2"], ids=["first node", "other node"])
+def test_link_cut(cluster: Lab, train: Submit, uninterrupted: Path, node: str) -> None:
+    """What lives on behind it, the script itself on the first node, leaves alone what replaced it meanwhile."""
+    job = train("train.num_steps=300")
     job.at_step(60)
-    cluster.cut("n2")
-    mended = threading.Timer(40.0, cluster.heal, ["n2"])
+    cluster.cut(node)
+    mended = threading.Timer(40.0, cluster.heal, [node])
     mended.start()
     job.ended("COMPLETED")
     mended.join()
     assert_as_uninterrupted(job, uninterrupted)
+
+
+def test_time_limit_without_warning(train: Submit) -> None:
+    """Slurm itself stops it then, and would not start it again."""
+    job = train("train.num_steps=100000", sbatch=("--time=1", "--signal=B:CONT@5"))
+    wait_for("the limit", lambda: job.starts() == 2, 150.0)
+    assert "to be started again" in job.log.read_text()
 
 
 def test_time_limit(train: Submit, uninterrupted: Path) -> None:
@@ -208,6 +216,39 @@ def test_scancel_is_final(train: Submit) -> None:
     assert job.field("JobState") == "CANCELLED"
 
 
+def test_other_variables_of_slurm(train: Submit) -> None:
+    """Of a job from inside of which this one is submitted, or of options that mean other ranks; or none at all."""
+    job = train("train.num_steps=20", sbatch=("--export=NONE", "--ntasks=2", "--distribution=cyclic"))
+    text = job.ended("COMPLETED", 120.0)
+    assert "4 ranks: dp 4, tp 1" in text
+
+
+def test_inside_an_allocation(cluster: Lab, tiny: Path, tmp_path: Path) -> None:
+    """salloc tells less than sbatch, and there is nothing to start again."""
+    given = ["--config", str(tiny), f"run.dir={tmp_path}/run"]
+    command = ["salloc", "--nodes=2", "--gpus-per-node=2", "--cpus-per-gpu=2", "bash", "slurm/train_owt.sh", *given]
+    done = subprocess.run([*command, "train.num_steps=20"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "2 x 2 ranks on n[1-2]" in done.stdout
+    assert "4 ranks: dp 4, tp 1" in done.stderr
+    failed = subprocess.run([*command, "run.dir=" + str(tmp_path / "other"), "optimizer.lr=1e200"], cwd=ROOT,
+                            capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert failed.returncode == 85
+    assert "no batch job, so it is not started again" in failed.stdout
+
+
+def test_another_run_is_done_there(train: Submit, uninterrupted: Path) -> None:
+    """Its `done` file is not this run's."""
+    text = train(f"run.dir={uninterrupted}", "optimizer.lr=0.5").ended("FAILED", 60.0)
+    assert f"run.dir={uninterrupted} belongs to another run. Differing: optimizer.lr" in text
+    assert "slurm: done" not in text
+
+
+def test_gpus_that_pytorch_does_not_see(train: Submit) -> None:
+    text = train("train.device=auto").ended("FAILED", 60.0)
+    assert "Slurm gave this job 2 GPUs a node, but PyTorch" in text
+
+
 def test_bad_config_fails_at_once(train: Submit) -> None:
     """Before srun, with every fault, and it is not started again."""
     job = train("batch.micro_batch_size=3", "optimizer.lr=-1")
@@ -242,7 +283,7 @@ def test_crash_without_progress_ends(train: Submit) -> None:
     """Not forever: three starts from the same checkpoint are enough."""
     job = train("optimizer.lr=1e200", "optimizer.warmup_steps=0")  # not a number, after a single step
     text = job.ended("FAILED")
-    assert "gives up: 3 starts from the beginning brought no new checkpoint" in text
+    assert "gives up: 3 starts from the beginning brought no new checkpoint, 3 of them crashed" in text
     assert job.starts() == 4
 
 
@@ -262,6 +303,18 @@ def test_prepare(cluster: Lab, tmp_path: Path) -> None:
     text = job.ended("COMPLETED", 120.0)
     assert f"writes  {output}\n  watch   tail -f {log}\n  stop    scancel {job.number}" in text
     assert (output / "train" / "manifest.json").exists()
+
+
+def test_preparing_without_memory_fails(cluster: Lab, tmp_path: Path) -> None:
+    """Whatever is killed for it would be killed again."""
+    log, text = tmp_path / "job.out", tmp_path / "train.txt"
+    text.write_text("".join(f"{TEXT.format(number)}\n" for number in range(300_000)))
+    given = ["slurm/prepare_owt.sh", "--input", str(text), "--output", str(tmp_path / "data"), "--tokenizer", "bytes"]
+    job = Job(submit(given, ["--cpus-per-task=2", f"--output={log}"]), tmp_path, log)
+    wait_for("its first rows", lambda: any(tmp_path.glob("data/*.tmp")), 60.0)
+    kill_rank(cluster, "n1", b"tools/prepare_data.py")
+    job.ended("FAILED", 60.0)
+    assert (job.starts(), job.field("ExitCode")) == (1, "137:0")
 
 
 def test_preparing_goes_on_after_preemption(cluster: Lab, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from conftest import DEBUG, ROOT
 SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*.sh") if path.name != "common.sh")
 
 
-def called(script: str, *arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
+def called(script: str, *arguments: str, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
     """`bash slurm/SCRIPT ARGUMENTS` where Slurm has no configuration; the exit code and all that was said."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    environment |= {"PYTHON": sys.executable, "SLURM_CONF": "/nonexistent"}
+    environment |= {"PYTHON": sys.executable, "SLURM_CONF": "/nonexistent"} | variables
     command = ["bash", str(ROOT / "slurm" / script), *arguments]
     ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
     return ended.returncode, ended.stdout + ended.stderr
@@ -24,7 +24,7 @@ def called(script: str, *arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
 def test_called_from_another_folder(script: str, tmp_path: Path) -> None:
     code, text = called(script, cwd=tmp_path)
     assert code == 2
-    assert f"submitted from {tmp_path}, which is not the repository of mdlm_scale" in text
+    assert f"submitted from {tmp_path}, which is not the repository of mdlm_scale, or not seen on" in text
 
 
 @pytest.mark.slow  # an sbatch without a cluster takes a minute to say so
@@ -41,16 +41,68 @@ def test_what_fits_is_submitted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [([], "8 ranks, 8 a node"), (["-N3", "--gpus-per-node=a100:2"], "6 ranks, 2 a node"),
-     (["--nodes", "1-5", "--gpus-per-node=1"], "5 ranks, 1 a node")],
+     (["--nodes", "1-4", "--gpus-per-node=1"], "2 ranks, 1 a node")],
 )  # fmt: skip
 def test_what_does_not_fit_is_not_submitted(options: list[str], ranks: str) -> None:
     """By the script's own #SBATCH lines, by the options, and for every number of nodes that may be given."""
     code, text = called("train_owt.sh", *options, "--config", DEBUG, "batch.micro_batch_size=32")
-    if ranks.startswith("5"):
-        assert "micro_batch_size * dp_size = 32 * 5 = 160" in text
+    if ranks.startswith("2"):
+        assert "micro_batch_size * dp_size = 32 * 2 = 64" in text
     assert f"not started: {ranks}, with {DEBUG} batch.micro_batch_size=32: see above" in text
     assert "fits" not in text
     assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["-N", "2,4"], "--nodes=2,4: this check knows N and N-M alone"),
+        (["--nodes=4-8:4"], "--nodes=4-8:4: this check knows N and N-M alone"),
+        (["--gres=gpu:4"], "this check knows --gpus-per-node alone, not --gres, --gpus and -G"),
+        (["-G", "8"], "this check knows --gpus-per-node alone, not --gres, --gpus and -G"),
+    ],
+)
+def test_options_that_cannot_be_checked(options: list[str], fault: str) -> None:
+    code, text = called("train_owt.sh", *options, "--config", DEBUG)
+    assert code == 2
+    assert fault in text
+    assert "fits" not in text
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [("train_owt.sh", ["--config", DEBUG]), ("prepare_owt.sh", []), ("evaluate.sh", ["--checkpoint", "runs/none"])],
+)
+def test_job_arrays_are_refused(script: str, arguments: list[str]) -> None:
+    code, text = called(script, *arguments, SLURM_JOB_ID="7", SLURM_ARRAY_TASK_ID="1")
+    assert code == 2
+    assert "the tasks of a job array would all do the same: submit without --array" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "ends"),
+    [
+        (["step-5"] * 19, False),  # preempted, or its nodes failed
+        (["step-5"] * 20, True),
+        (["step-5", "step-5 crashed"] * 2, False),
+        (["step-5", "step-5 crashed"] * 3, True),
+        (["step-4", "step-4 crashed"] * 3, False),
+        (["step-50"] * 30, False),
+    ],
+)
+def test_how_often_a_job_starts_from_one_checkpoint(before: list[str], ends: bool, tmp_path: Path) -> None:
+    starts = tmp_path / "job.starts"
+    starts.write_text("".join(f"{line}\n" for line in before))
+    program = f"source slurm/common.sh; newest=step-5 starts={starts}; note_start; echo goes on"
+    ended = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ("goes on" in ended.stdout, "gives up" in ended.stderr, ended.returncode) == (not ends, ends, int(ends))
+
+
+def test_starts_that_cannot_be_counted(tmp_path: Path) -> None:
+    program = f"source slurm/common.sh; newest=step-5 starts={tmp_path}/no/job.starts; note_start; echo goes on"
+    ended = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "goes on" not in ended.stdout
+    assert "without which a job that crashes would start for ever" in ended.stderr
 
 
 def test_unknown_argument_inside_a_job() -> None:
