@@ -134,7 +134,7 @@ class ParallelConfig:
 class TrainConfig:
     num_steps: int = 1_000_000  # steps of the whole run
     precision: Precision = Precision.bf16  # of weights and matrix products; master weights are at least float32
-    device: Device = Device.auto  # `auto` is a GPU if there is one
+    device: Device = Device.auto  # `auto` is a GPU if there is one; a Slurm job that has GPUs must see them
     max_minutes: float | None = None  # save and stop with exit code 85 after this long
 
 
