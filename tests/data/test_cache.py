@@ -143,6 +143,7 @@ def test_damaged_shard_is_named(tmp_path: Path, cache: Cache, damage: str, compr
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_reason_is_told(far: Path, cache: Cache, damage: str) -> None:
+    cache.patience = 4.0  # the first word of a busy disk may take a second
     remote = remotes(far)[1]
     DAMAGES[damage][0](far / remote.file.stored_name)
     with pytest.raises(FetchError, match=DAMAGES[damage][1]):
