@@ -7,6 +7,7 @@ it as long as bytes arrive, and then some seconds; the failure names the shard.
 """
 
 import fcntl
+import glob
 import importlib.util
 import os
 import shutil
@@ -146,7 +147,9 @@ class Cache:
 
     def _num_arriving(self) -> int:
         """Bytes that are on their way into the cache, by any process."""
-        return sum(_time_and_size(path)[1] for path in self.folder.glob("*/*.part/*"))
+        # not pathlib's glob, which fails if a folder that it has seen is removed
+        found = glob.iglob(f"{glob.escape(str(self.folder))}/*/*.part/*")
+        return sum(_time_and_size(Path(path))[1] for path in found)
 
     def _path(self, remote: Remote) -> Path:
         return self.folder / remote.folder / remote.file.name

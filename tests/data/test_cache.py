@@ -143,11 +143,34 @@ def test_damaged_shard_is_named(tmp_path: Path, cache: Cache, damage: str, compr
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_reason_is_told(far: Path, cache: Cache, damage: str) -> None:
-    cache.patience = 4.0  # the first word of a busy disk may take a second
     remote = remotes(far)[1]
     DAMAGES[damage][0](far / remote.file.stored_name)
     with pytest.raises(FetchError, match=DAMAGES[damage][1]):
         cache.get(remote)
+
+
+def test_folders_that_go_while_bytes_are_counted(cache: Cache) -> None:
+    """Another process ends its downloads."""
+    parts, stop = [cache.folder / "set" / f"{i}.mds.part" for i in range(20)], threading.Event()
+
+    def come_and_go() -> None:
+        while not stop.is_set():
+            for part in parts:
+                part.mkdir(parents=True, exist_ok=True)
+                (part / "shard").write_bytes(b"12")
+            for part in parts:
+                shutil.rmtree(part)
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        end, times_seen = time.monotonic() + SECONDS, 0
+        while times_seen < 500:
+            assert time.monotonic() < end
+            times_seen += cache._num_arriving() > 0
+    finally:
+        stop.set()
+        other.join()
 
 
 def test_damaged_shard_leaves_nothing_behind(far: Path, cache: Cache) -> None:
