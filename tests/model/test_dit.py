@@ -232,6 +232,7 @@ def test_a_block_compiles_as_one_graph() -> None:
     assert [str(b.reason) for b in explained.break_reasons] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_blocks_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch 2.13 stores graphs that return views wrongly, and reading them back may end the process

@@ -50,8 +50,12 @@ def build(groups: Groups, trial: Trial) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "trial",
-    [fsdp(4), zero(3, 4), fsdp(4, tp_size=2), zero(3, 4, tp_size=2)],
-    ids=["FSDP2", "ZeRO 3", "FSDP2 tp 2", "ZeRO 3 tp 2"],
+    [
+        pytest.param(fsdp(4), id="FSDP2"),
+        pytest.param(zero(3, 4), id="ZeRO 3"),
+        pytest.param(fsdp(4, tp_size=2), marks=pytest.mark.slow, id="FSDP2 tp 2"),
+        pytest.param(zero(3, 4, tp_size=2), marks=pytest.mark.slow, id="ZeRO 3 tp 2"),
+    ],
 )
 def test_no_rank_ever_holds_the_whole_model(trial: Trial) -> None:
     """At the worst moment of building there is the state that stays, and beside it a fraction of this tensor-parallel
@@ -66,7 +70,10 @@ def test_no_rank_ever_holds_the_whole_model(trial: Trial) -> None:
     assert tp_size > 1 or ranks[0]["here"] == ranks[0]["whole"]
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "plain"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * ("ZeRO 3 tp" in name)) for name in ENGINES if name != "plain"],
+)
 def test_initial_weights_are_those_of_one_process(name: str) -> None:
     expected = run_ranks(build, 1, float32(plain()))[0]["weights"]
     trial = float32(ENGINES[name])

@@ -58,7 +58,9 @@ def assert_one_run(run: Path, alone: Path, tolerance: float) -> None:
     [
         # in float64 a quicker test does the same
         pytest.param("torchrun", ["parallel.engine=fsdp"], marks=pytest.mark.slow, id="torchrun"),
-        pytest.param("deepspeed", ["parallel.engine=deepspeed", "parallel.zero_stage=1"], id="deepspeed"),
+        pytest.param(
+            "deepspeed", ["parallel.engine=deepspeed", "parallel.zero_stage=1"], marks=pytest.mark.slow, id="deepspeed"
+        ),
     ],
 )
 def test_launcher(train_run: Train, tmp_path: Path, corpus: Path, launcher: str, overrides: list[str]) -> None:
@@ -112,15 +114,18 @@ def test_check_prints_the_plan_once_and_writes_nothing(tmp_path: Path, corpus: P
 @pytest.mark.parametrize(
     "engine",
     [
-        ["parallel.engine=fsdp"],
-        ["parallel.engine=deepspeed", "parallel.zero_stage=0"],
-        ["parallel.engine=deepspeed", "parallel.zero_stage=1"],
-        ["parallel.engine=deepspeed", "parallel.zero_stage=2"],
-        ["parallel.engine=deepspeed", "parallel.zero_stage=3"],
-        ["parallel.engine=fsdp", "parallel.tp_size=2", "parallel.sequence_parallel=true"],
-        ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.tp_size=2"],
+        pytest.param(["parallel.engine=fsdp"], id="fsdp"),
+        pytest.param(["parallel.engine=deepspeed", "parallel.zero_stage=0"], marks=pytest.mark.slow, id="zero 0"),
+        pytest.param(["parallel.engine=deepspeed", "parallel.zero_stage=1"], id="zero 1"),
+        pytest.param(["parallel.engine=deepspeed", "parallel.zero_stage=2"], marks=pytest.mark.slow, id="zero 2"),
+        pytest.param(["parallel.engine=deepspeed", "parallel.zero_stage=3"], id="zero 3"),
+        pytest.param(["parallel.engine=fsdp", "parallel.tp_size=2", "parallel.sequence_parallel=true"], id="fsdp tp"),
+        pytest.param(
+            ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.tp_size=2"],
+            marks=pytest.mark.slow,
+            id="zero 3 tp",
+        ),
     ],
-    ids=["fsdp", "zero 0", "zero 1", "zero 2", "zero 3", "fsdp tp", "zero 3 tp"],
 )
 def test_ranks_go_on_bit_equal(by_hand: ByHand, tmp_path: Path, corpus: Path, engine: list[str]) -> None:
     """Masters, moments, averages and counters, stopped at step 3 and loaded by new processes."""

@@ -76,6 +76,7 @@ def test_one_variant_reports_time_share_and_memory() -> None:
     assert result["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_cut_vocabulary_is_timed_beside_the_whole(tmp_path: Path) -> None:
     small = ("--tokens", "64", "--d", "16", "--vocab", "101", "--repeat", "1", "--threads", "2")
     done = run("--tp", "2", *small, "--json", str(tmp_path / "ce.json"))

@@ -14,6 +14,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_it_trains_covers_and_compares(tmp_path: Path) -> None:
     file = tmp_path / "eval.json"
     done = run("--seeds", "2", "--steps", "2", "--rows", "24", "--draws", "2", "--json", str(file))

@@ -14,6 +14,7 @@ bench = importlib.import_module("bench_plan")
 SHORT = ("plain", "zero1", "fsdp tp 2 x dp 2, sliced, recompute")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in bench.LAYOUTS]
 )
@@ -35,6 +36,7 @@ def test_what_was_emptied_is_not_counted() -> None:
     assert alive.peak == 4800
 
 
+@pytest.mark.slow
 def test_the_time_of_steps_is_planned_and_measured(tmp_path: Path) -> None:
     """Whether they agree depends on what else this machine does: the benchmark is there to say so."""
     program = (
