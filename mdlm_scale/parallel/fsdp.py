@@ -54,9 +54,9 @@ class FsdpEngine(Masters):
 
     def forward_backward(self, batches: Sequence[Batch], denominator: float) -> list[Tensor]:
         nlls = []
+        assert isinstance(self.model, FSDPModule)
         for number, batch in enumerate(batches, 1):
-            for module in self._sharded():
-                module.set_requires_all_reduce(number == len(batches))
+            self.model.set_requires_all_reduce(number == len(batches))  # of the modules inside too
             loss_sum, nll_M = self.model(batch.to(self.device))
             (loss_sum / denominator).backward()
             nlls.append(nll_M)

@@ -11,10 +11,9 @@ import torch
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 bench = importlib.import_module("bench_plan")
-SHORT = ("plain", "zero1", "fsdp tp 2 x dp 2, sliced, recompute")
+SHORT = ("plain", "zero1")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in bench.LAYOUTS]
 )
