@@ -237,7 +237,7 @@ requeue() {
       say "no batch job, so it is not started again; the same command goes on"
       exit 85
     fi
-    if [ "${count:-$restarts}" != "$restarts" ]; then # this node was cut off, and is back
+    if [ "${count:-$restarts}" != "${restarts:-$count}" ]; then # this node was cut off, and is back
       say "Slurm has started this job again already"
       exit 85
     fi
@@ -245,12 +245,15 @@ requeue() {
       say "Slurm ends this job, and starts it again unless that was by scancel"
       exit 85
     fi
-    if [ "$state" = COMPLETING ]; then # it would not start it again
-      [ -n "${starts:-}" ] || fail "not started again: it needs more time than its limit, sbatch --time=..."
-      [ "$code" != 143 ] || echo "$newest crashed" >> "$starts" # with nothing saved: not for ever
+    if [ "$state" = COMPLETING ] && [ -z "${starts:-}" ]; then # Slurm would not start it again
+      fail "not started again: it needs more time than its limit, sbatch --time=..."
     fi
     if [ "$state" = RUNNING ] || [ "$state" = COMPLETING ]; then
-      if scontrol requeue "$SLURM_JOB_ID"; then say "to be started again"; exit 85; fi
+      if scontrol requeue "$SLURM_JOB_ID"; then
+        [ "$state$code" != COMPLETING143 ] || echo "$newest crashed" >> "$starts" # with nothing saved: not for ever
+        say "to be started again"
+        exit 85
+      fi
     fi
     sleep 5
   done

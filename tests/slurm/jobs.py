@@ -41,6 +41,10 @@ class Job:
     def at_step(self, step: int, seconds: float = START_SECONDS) -> None:
         wait_for(f"step {step} of {self.run}", lambda: last_step(self.run) >= step, seconds)
 
+    def at_start(self, number: int, seconds: float = START_SECONDS) -> None:
+        """Running, for the first or another time."""
+        wait_for(f"start {number}", lambda: (self.starts(), self.field("JobState")) == (number, "RUNNING"), seconds)
+
     def field(self, name: str) -> str:
         found = re.search(rf"\b{name}=(\S*)", said("scontrol", "show", "job", self.number))
         assert found is not None

@@ -133,7 +133,7 @@ def test_node_back_late(cluster: Lab, train: Submit, uninterrupted: Path) -> Non
     job = train()
     job.at_step(60)
     cluster.kill("n2")
-    wait_for("the next start", lambda: (job.starts(), job.field("JobState")) == (2, "RUNNING"), 120.0)
+    job.at_start(2)
     cluster.start("n2")
     text = job.ended("COMPLETED")
     assert "ranks on n[1,3]" in text
@@ -167,7 +167,7 @@ def test_link_of_the_first_node_cut(cluster: Lab, train: Submit, uninterrupted: 
     job = train("train.num_steps=600")
     job.at_step(60)
     cluster.cut("n1")
-    wait_for("the next start", lambda: (job.starts(), job.field("JobState")) == (2, "RUNNING"), 120.0)
+    job.at_start(2)
     cluster.heal("n1")
     text = job.ended("COMPLETED")
     assert "2 x 2 ranks on n[2-3]" in text

@@ -105,6 +105,44 @@ def test_starts_that_cannot_be_counted(tmp_path: Path) -> None:
     assert "without which a job that crashes would start for ever" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("variables", "shown", "said", "crashes"),
+    [
+        # the controller was away when the job began
+        ("code=1 restarts=", "JobState=RUNNING Reason=None Restarts=3 BatchFlag=1", "to be started again", 0),
+        (
+            "code=1 restarts=2",
+            "JobState=RUNNING Reason=None Restarts=3 BatchFlag=1",
+            "started this job again already",
+            0,
+        ),
+        ("code=85 restarts=3", "JobState=COMPLETING Reason=None Restarts=3 BatchFlag=1", "Slurm ends this job", 0),
+        (
+            "code=143 restarts=3",
+            "JobState=COMPLETING Reason=TimeLimit Restarts=3 BatchFlag=1",
+            "to be started again",
+            1,
+        ),
+        ("code=85 restarts=3", "JobState=COMPLETING Reason=TimeLimit Restarts=3 BatchFlag=1", "to be started again", 0),
+        ("code=1 restarts=0", "JobState=RUNNING Reason=None Restarts=0 BatchFlag=0", "no batch job", 0),
+    ],
+)
+def test_who_starts_a_job_again(variables: str, shown: str, said: str, crashes: int, tmp_path: Path) -> None:
+    """By what the controller says of it; the first request is refused."""
+    asked = tmp_path / "asked"
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/sh\n[ "$1" = requeue ] || exec echo {shown}\n[ -e {asked} ] || {{ touch {asked}; exit 1; }}\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "starts").touch()
+    given = f"{variables} asked= newest=step-5 starts={tmp_path}/starts SLURM_JOB_ID=7"
+    program = f"source slurm/common.sh; PATH={tmp_path}:$PATH; sleep() {{ :; }}; {given}; requeue ended"
+    ended = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 85, ended.stderr
+    assert said in ended.stdout
+    assert (tmp_path / "starts").read_text().count("step-5 crashed") == crashes
+
+
 def test_unknown_argument_inside_a_job() -> None:
     code, text = called("train_owt.sh", "--config")
     assert code != 0
